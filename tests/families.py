@@ -1,8 +1,8 @@
-"""Tiny random models of the supported families, and a tokenizer of bytes: made in memory, no file and no network.
+"""Tiny random models of the supported families, and a tokenizer of bytes: made in memory, without a network.
 
-Weights are drawn ten times wider than usual, so that attention is far from uniform and a wrong mask, position or
-soft cap moves the logits by much more than rounding. Every family has grouped query heads, and more logit columns
-than its tokenizer has tokens, as the real ones do.
+Weights are drawn ten times wider than usual, so that attention is far from uniform and a wrong mask, position
+or soft cap moves the logits by much more than rounding. Every family has grouped query heads, and more logit
+columns than its tokenizer has tokens, as the real ones do.
 """
 
 from __future__ import annotations
@@ -23,11 +23,8 @@ from transformers import (
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral")
 SPECIALS = ("<|pad|>", "<|bos|>", "<|end|>", "<|start|>")
-MERGES = (
-    (">", "<"),
-    ("<", "/"),
-    ("s", "e"),
-)  # a tag has several spellings, and can close inside a longer token
+# With these a tag has several spellings, and can close inside a longer token.
+MERGES = ((">", "<"), ("<", "/"), ("s", "e"))
 CHATML = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
@@ -104,7 +101,7 @@ def config(family: str, **changes: object) -> PreTrainedConfig:
 
 
 def tiny(family: str, seed: int = 0, **changes: object) -> tuple[torch.nn.Module, PreTrainedTokenizerFast]:
-    """(model, tokenizer) of a family, random but seeded, fp32, eval mode, parameters frozen like a loaded base."""
+    """(model, tokenizer) of a family: random but seeded, fp32, eval mode, frozen like a loaded base."""
     shape = config(family, **changes)
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
