@@ -38,6 +38,11 @@ def render(tag: str, text: str) -> str:
     return f"<{tag}>{text.strip()}</{tag}>"
 
 
+def render_reply(text: str, info_tag: str = INFO, special_strings: Iterable[str] = ()) -> str:
+    """What is put into the context for a reply: neutralised, tagged, between blank lines."""
+    return f"\n\n{render(info_tag, neutralise(text, special_strings))}\n\n"
+
+
 def find_action(text: str) -> Action | None:
     """The first closed pair of search or answer, the one whose closing tag comes first; None without any."""
     pairs = [(*span, kind) for kind in ("search", "answer") if (span := _first_pair(text, kind))]
