@@ -1,8 +1,9 @@
 """The records that flow from stage to stage: typed, and never overwritten by a later stage.
 
-A question (x ~ D in Eq. 1 of the paper) becomes a prompt, a prompt becomes a trajectory (y ~ pi), a trajectory
-earns a reward (Eq. 5), and trajectories are packed into a batch. Unlike the reference implementation, which pads
-responses and rebuilds masks from token ids, a trajectory records at the draw which tokens are the router's own.
+A question (x ~ D in Eq. 1 of the paper) becomes a prompt, a prompt becomes a trajectory (y ~ pi), a
+trajectory earns a reward (Eq. 5), and trajectories are packed into a batch. Unlike the reference
+implementation, which pads responses and rebuilds masks from token ids, a trajectory records at the draw
+which tokens are the router's own.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ class Candidate:
 class Reply:
     """What came back from a call. Faults are values: `status` says what happened and every status has a rule.
 
-    "ok": a reply, paid. "malformed" or "unknown": the router's own mistake (no colon, no such candidate); costs
-    nothing and is trained on. Anything else is a fault of the pool; the trajectory is left out of the update.
+    "ok": a reply, paid. "malformed" or "unknown": the router's own mistake (no colon, no such candidate);
+    costs nothing and is trained on. Anything else is a fault of the pool; the trajectory is left out of the
+    update.
     """
 
     text: str
@@ -149,13 +151,16 @@ class Reward:
 class Batch:
     """Trajectories laid out for one forward pass. R rows of N tokens; B trajectories of at most A actions.
 
-    One row holding a common prefix and then every branch (`attention_mask` is the tree mask), or one right-padded
-    row a trajectory (`attention_mask` is None: causal attention never looks right, where the padding is).
+    One row holding a common prefix and then every branch (`attention_mask` is the tree mask), or one
+    right-padded row a trajectory (`attention_mask` is None: causal attention never looks right, where the
+    padding is).
     """
 
     input_ids: torch.Tensor  # (R, N) int64
     position_ids: torch.Tensor  # (R, N) int64
     attention_mask: torch.Tensor | None  # (1, 1, N, N) bool, True = may look
-    action_index: torch.Tensor  # (B, A) int64, into the flattened (R * N): the state of the action, before its token
+    action_index: (
+        torch.Tensor
+    )  # (B, A) int64, into the flattened (R * N): the state of the action, before its token
     action_ids: torch.Tensor  # (B, A) int64
     mask: torch.Tensor  # (B, A) bool, right padding

@@ -1,0 +1,204 @@
+"""One base model, three roles: policy adapter, critic adapter with a value head, no adapter = the reference.
+
+The base is loaded once and stays frozen. LoRA adapter `policy` is the router pi, LoRA adapter `critic` and
+a linear head on the last hidden state is the value function, and the base alone is pi_ref of Eq. 1 (after a
+supervised warm start: a frozen copy of the warm policy adapter). The reference implementation holds three
+full copies of the model.
+
+The vocabulary projection runs at action positions only and in chunks that are computed again in the
+backward pass, so that (tokens x vocabulary) logits never exist at once.
+
+Shape letters: B trajectories, A actions, R rows, T or N tokens a row, C cached columns, E hidden size, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from .load import load_model, stop_ids
+from .ppo import logp_entropy
+from .trajectory import Batch
+
+
+class Router:
+    """A causal LM with its adapters. Everything that runs the network goes through here."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        lora_r: int,
+        critic: bool = True,
+        temperature: float = 1.0,
+        gradient_checkpointing: bool = False,
+        head_chunk: int = 1024,
+    ) -> None:
+        """`model` is a frozen causal LM of transformers; log-probs are those at `temperature` (1 if it is 0)."""
+        self.tokenizer = tokenizer
+        self.stop_ids = stop_ids(model, tokenizer)
+        self.temperature = temperature or 1.0
+        self.head_chunk = head_chunk
+        self.device = model.device
+        self.config = model.config.get_text_config()
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        lora = LoraConfig(r=lora_r, lora_alpha=2 * lora_r, lora_dropout=0.0, target_modules="all-linear")
+        self.model = get_peft_model(model, lora, adapter_name="policy")
+        if critic:
+            self.model.add_adapter("critic", lora)
+        self.value_head = nn.Linear(self.config.hidden_size, 1, device=self.device, dtype=torch.float32)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+        self.role = ""
+        self.warm = False  # True: the reference is the frozen adapter `reference`, not the bare base
+        self._switch("policy")
+
+    @classmethod
+    def load(cls, path: str, *, load_in_4bit: bool = False, trust_remote_code: bool = False, total_tokens: int = 0,
+             seed: int = 0, **kwargs: Any) -> Router:  # fmt: skip
+        """Load a base from disk or hub and put fresh adapters on it; raises ValueError as `load.load_model` does."""
+        model, tokenizer = load_model(
+            path, load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code, total_tokens=total_tokens
+        )
+        torch.manual_seed(
+            seed
+        )  # of the adapters' first values, the only thing drawn from torch's own generator
+        return cls(model, tokenizer, **kwargs)
+
+    def parameters(self, role: str) -> list[nn.Parameter]:
+        """Trainable tensors of "policy" or "critic" (with the value head), by name: flags change with the
+        role. Empty for a critic that is not there."""
+        if role not in self.model.peft_config:
+            return []
+        own = [p for name, p in self.model.named_parameters() if f".{role}." in name]
+        return own + list(self.value_head.parameters()) if role == "critic" else own
+
+    def _switch(self, role: str) -> None:
+        """Make a role active: "policy", "critic" or "reference". It stays so until another is asked for,
+        since gradient checkpointing computes forward passes again, in the backward pass, with whatever is
+        active then."""
+        if role == self.role:
+            return
+        self.role = role
+        if role == "reference" and not self.warm:
+            self.model.base_model.disable_adapter_layers()
+        else:
+            self.model.base_model.enable_adapter_layers()
+            self.model.set_adapter(role)
+        # peft freezes and thaws as it switches, so the flags are set again every time
+        for name, p in self.model.named_parameters():
+            p.requires_grad_(f".{role}." in name and role != "reference")
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, `logp` is that of pi_ref: the base with no adapter, or the frozen warm policy."""
+        self._switch("reference")
+        try:
+            yield
+        finally:
+            self._switch("policy")
+
+    def freeze_reference(self) -> None:
+        """Make the policy as it is now the reference (after a supervised warm start)."""
+        self.model.add_adapter("reference", self.model.peft_config["policy"])
+        for name, p in self.model.named_parameters():
+            if ".policy." in name:
+                self.model.get_parameter(name.replace(".policy.", ".reference.")).data.copy_(p.data)
+        self.warm = True
+        self.role = ""  # add_adapter has set flags of its own
+        self._switch("policy")
+
+    def save(self, folder: Path) -> None:
+        """Write every adapter as PEFT keeps them: FOLDER/policy, FOLDER/critic, after a warm start FOLDER/reference."""
+        self.model.save_pretrained(folder, save_embedding_layers=False)
+
+    def load_adapters(self, folder: Path) -> None:
+        """Read what `save` wrote into the adapters that are there; a saved reference is taken up too."""
+        if (folder / "reference").is_dir() and not self.warm:
+            self.freeze_reference()
+        for role in self.model.peft_config:
+            if (folder / role).is_dir():
+                weights = load_peft_weights(folder / role, device=str(self.device))
+                set_peft_model_state_dict(self.model, weights, adapter_name=role)
+
+    def hidden(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: Any = None,
+    ):
+        """Last hidden states (R, T, E) of whatever role is active. `mask` (R, 1, T, C) bool; None = plain causal."""
+        if mask is not None and self.config._attn_implementation == "eager":
+            # eager attention adds its mask: a boolean one would add 0 or 1 and hide nothing
+            floor = torch.finfo(self.model.dtype).min
+            mask = torch.zeros_like(mask, dtype=self.model.dtype).masked_fill(~mask, floor)
+        body = self.model.get_base_model().get_decoder()
+        output = body(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=mask,
+            cache=cache,
+            use_cache=cache is not None,
+        )
+        return output.last_hidden_state
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., E) -> (..., V), as the model itself would: projecting by hand must not lose its soft-capping."""
+        logits = self.model.get_output_embeddings()(hidden)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def forward_cached(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor, cache: Any
+    ) -> torch.Tensor:
+        """One step of the sampler, by the policy: new ids (R, T) on top of a cache -> hidden states (R, T, E)."""
+        self._switch("policy")
+        self.model.eval()
+        return self.hidden(input_ids, position_ids, mask, cache)
+
+    def logp(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-prob of every action and entropy of its distribution, nats, (B, A) each, 0 where there is no action."""
+        if self.role == "critic":
+            self._switch("policy")
+        states, where = self._states(batch)
+        ids = batch.action_ids.to(self.device)[where]
+        parts = [
+            checkpoint(self._head, h, i, use_reentrant=False)
+            for h, i in zip(states.split(self.head_chunk), ids.split(self.head_chunk), strict=True)
+        ]
+        logp, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
+        empty = torch.zeros(where.shape, device=self.device)
+        return empty.masked_scatter(where, logp), empty.masked_scatter(where, entropy)
+
+    def value(self, batch: Batch) -> torch.Tensor:
+        """The critic's estimate of the return at every action's state, (B, A), 0 where there is no action."""
+        self._switch("critic")
+        states, where = self._states(batch)
+        values = self.value_head(states.float())[:, 0]
+        return torch.zeros(where.shape, device=self.device).masked_scatter(where, values)
+
+    def _head(self, hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return logp_entropy(self.logits(hidden).float() / self.temperature, ids)
+
+    def _states(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states of the valid actions, flat (n, E), and the mask (B, A) that scatters them back."""
+        # Gradient checkpointing works in train() only; dropout is 0, so that train() and eval() agree.
+        self.model.train(torch.is_grad_enabled())
+        mask = batch.attention_mask
+        hidden = self.hidden(
+            batch.input_ids.to(self.device),
+            batch.position_ids.to(self.device),
+            None if mask is None else mask.to(self.device),
+        )
+        where = batch.mask.to(self.device)
+        return hidden.flatten(0, 1)[batch.action_index.to(self.device)[where]], where

@@ -1,0 +1,204 @@
+"""The run folder: one JSON line of metrics a step, every trajectory, and the curves.
+
+    config.yaml  metrics.jsonl  trajectories.jsonl  curves.png  checkpoints/
+
+Every metric has one key and one definition (README, "Metrics"). Keys that begin with `time/` hold
+wall-clock figures, so that two runs can be compared without them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .trajectory import FINISHES, Candidate, Question, Reward, Trajectory
+
+CURVES = (
+    ("reward", ("reward", "reward/outcome", "reward/cost")),
+    ("EM and format", ("em", "format_rate")),
+    ("calls a question", ("calls", "calls/none")),
+    ("cost (USD per 1M questions)", ("cost",)),
+    ("KL to the reference (nats)", ("kl",)),
+    ("entropy (nats)", ("entropy",)),
+)
+
+
+def mean(values: Iterable[float]) -> float:
+    """The mean, 0.0 of nothing."""
+    values = list(values)
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def label(candidate: Candidate) -> str:
+    """What calls are counted under: the descriptor where it is one word (names of drawn pools change), else the name."""
+    return (
+        candidate.descriptor if candidate.descriptor and " " not in candidate.descriptor else candidate.name
+    )
+
+
+def labels(pool: Any) -> dict[str, str]:
+    return {candidate.name: label(candidate) for candidate in pool.candidates}
+
+
+def summarise(
+    trajectories: Sequence[Trajectory], rewards: Sequence[Reward], pools: Sequence[Any]
+) -> dict[str, float]:
+    """The metrics of a set of trajectories that their text, calls and rewards give."""
+    metrics: dict[str, float] = {
+        "reward": mean(r.score for r in rewards),
+        "reward/format": mean(-1.0 if r.format_error else 0.0 for r in rewards),
+        "reward/outcome": mean(r.em for r in rewards),
+        "reward/cost": mean(r.cost_reward for r in rewards),
+        "em": mean(r.em for r in rewards),
+        "f1": mean(r.f1 for r in rewards),
+        "format_rate": mean(r.format_error is None for r in rewards),
+        "calls": mean(len(t.calls) for t in trajectories),
+        "calls/none": mean(not t.calls for t in trajectories),
+        "cost": mean(t.cost for t in trajectories),
+        "faulted": mean(t.faulted for t in trajectories),
+        "own_tokens": mean(len(t.actions) for t in trajectories),
+    }
+    metrics |= {f"finish/{finish}": mean(t.finish == finish for t in trajectories) for finish in FINISHES}
+    return metrics | _call_metrics(trajectories, pools)
+
+
+def _call_metrics(trajectories: Sequence[Trajectory], pools: Sequence[Any]) -> dict[str, float]:
+    """Who is called, how often a call is no good, and what follows a refusal."""
+    calls = [(call, pool) for t, pool in zip(trajectories, pools, strict=True) for call in t.calls]
+    known = Counter(labels(pool).get(call.reply.candidate, "nobody") for call, pool in calls)
+    after = [
+        (first.reply, second.reply)
+        for t in trajectories
+        for first, second in zip(t.calls, t.calls[1:], strict=False)
+        if first.reply.refused
+    ]
+    metrics = {f"calls/of/{name}": count / len(calls) for name, count in sorted(known.items())}
+    return metrics | {
+        "calls/invalid": mean(call.reply.status in ("malformed", "unknown") for call, _ in calls),
+        "calls/refused": mean(call.reply.refused for call, _ in calls),
+        "after_refusal/dearer": mean(second.price > first.price for first, second in after),
+        "after_refusal/same": mean(second.candidate == first.candidate for first, second in after),
+    }
+
+
+def trajectory_row(
+    trajectory: Trajectory, question: Question, reward: Reward, tokenizer: Any, **more: Any
+) -> dict[str, Any]:
+    """One trajectory as JSON: what the model saw, cut where the writer changes, and every part of its reward."""
+    t = trajectory
+    edges = [
+        i for i in range(t.prompt_len, len(t.ids)) if i == t.prompt_len or t.sampled[i] != t.sampled[i - 1]
+    ]
+    segments = [
+        {
+            "by": "router" if t.sampled[start] else "pool",
+            "text": tokenizer.decode(t.ids[start:end]),
+            "tokens": [tokenizer.decode([i]) for i in t.ids[start:end]],
+        }
+        for start, end in zip(edges, [*edges[1:], len(t.ids)], strict=True)
+    ]
+    calls = [
+        {
+            "name": call.name,
+            "query": call.query,
+            "candidate": call.reply.candidate,
+            "status": call.reply.status,
+            "cost": call.reply.cost,
+            "tokens": call.reply.tokens,
+            "refused": call.reply.refused,
+        }
+        for call in t.calls
+    ]
+    return {
+        "question": question.text,
+        "golds": list(question.golds),
+        "kind": question.kind,
+        "score": reward.score,
+        "em": reward.em,
+        "f1": reward.f1,
+        "format_error": reward.format_error,
+        "cost": reward.cost,
+        "cost_reward": reward.cost_reward,
+        "finish": t.finish,
+        "faulted": t.faulted,
+        "prompt_text": tokenizer.decode(t.ids[: t.prompt_len]),
+        "segments": segments,
+        "calls": calls,
+        **more,
+    }
+
+
+def transcript(row: dict[str, Any]) -> str:
+    """A trajectory for reading: tags kept, replies on lines of their own."""
+    head = f"[{row['kind']}] {row['question']}   gold: {' | '.join(row['golds'])}"
+    body = "".join(segment["text"] for segment in row["segments"]).strip()
+    tail = f"score {row['score']:.3f}   cost {row['cost']:.1f}   {row['format_error'] or 'well formed'}"
+    return f"{head}\n{body}\n{tail}"
+
+
+class Recorder:
+    """Appends to the files of a run folder, a line at a time, flushed."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ValueError if another process writes to the folder, or if it cannot be written to."""
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.lock = open(folder / ".lock", "w")  # noqa: SIM115 - held until the process ends
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{folder}: another process is writing to this run folder") from None
+        except OSError as error:
+            raise ValueError(f"{folder}: cannot be written to ({error.strerror})") from None
+
+    def append(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
+        with open(self.folder / name, "a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def write(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
+        """The same, in place of what was there."""
+        (self.folder / name).unlink(missing_ok=True)
+        self.append(name, rows)
+
+    def read(self, name: str) -> list[dict[str, Any]]:
+        path = self.folder / name
+        return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+
+    def cut(self, name: str, step: int) -> None:
+        """Drop lines of steps after `step`, and a line that was not finished (a resumed run writes them again)."""
+        path = self.folder / name
+        if path.exists():
+            kept = [line for line in path.read_text("utf-8").splitlines() if _step_of(line) <= step]
+            path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+    def plot(self) -> None:
+        """Draw curves.png from metrics.jsonl."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot as plt
+
+        rows = self.read("metrics.jsonl")
+        figure, axes = plt.subplots(2, 3, figsize=(14, 7), layout="constrained")
+        for axis, (title, keys) in zip(axes.flat, CURVES, strict=True):
+            for key in keys:
+                points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+                axis.plot(*zip(*points, strict=True), label=key) if points else None
+            axis.set(title=title, xlabel="step")
+            axis.legend(frameon=False)
+            axis.grid(alpha=0.3)
+        figure.savefig(self.folder / "curves.png", dpi=110)
+        plt.close(figure)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):
+        return math.inf

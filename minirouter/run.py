@@ -1,0 +1,103 @@
+"""What surrounds the algorithm: the state of a run, saving and resuming it, and the reasons to stop."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from . import checkpoint
+from .data import QuestionStream
+from .record import Recorder
+from .reward import CostScale
+from .task import Task
+
+# A resumed run must be the same run: only what cannot change its numbers may differ.
+HARMLESS = {"steps", "save_every", "keep_last", "eval_every", "eval_questions", "print_every", "max_usd", "run_dir",
+            "resume", "timeout_s", "max_bad_steps"}  # fmt: skip
+
+
+@dataclass
+class Run:
+    """What a training step works with. A checkpoint holds all of it that changes."""
+
+    config: Any
+    router: Any
+    task: Task
+    stream: QuestionStream
+    scale: CostScale
+    optimisers: Mapping[str, Any]  # in the order of their steps: the critic first
+    recorder: Recorder
+    step: int = 0
+    best_em: float = -1.0  # on dev questions
+    best_step: int | None = None
+    bad_steps: int = 0  # optimiser steps left out because a gradient was not finite
+    outage: int = 0  # steps in a row in which the pool failed over half of the trajectories
+
+    def save(self) -> Path:
+        """Write a checkpoint of the step that has just ended; -> its folder."""
+        state = {"stream": self.stream.state(), "scale": self.scale.state(), "best_em": self.best_em,
+                 "best_step": self.best_step, "bad_steps": self.bad_steps, "outage": self.outage}  # fmt: skip
+        folder = self.recorder.folder / "checkpoints"
+        path = checkpoint.save(folder, self.step, self.router, self.optimisers, state)
+        checkpoint.prune(folder, self.config.keep_last, self.best_step)
+        return path
+
+    def resume(self) -> list[str]:
+        """Go on from the newest whole checkpoint; -> what is wrong with newer ones. What was written after
+        it is cut away. Raises ValueError if there is none."""
+        path, torn = checkpoint.newest(self.recorder.folder / "checkpoints")
+        if path is None:
+            raise ValueError(f"{self.recorder.folder}: no whole checkpoint to resume from {' '.join(torn)}")
+        state = checkpoint.load(path, self.router, self.optimisers)
+        self.stream.load_state(state.pop("stream"))
+        self.scale.load_state(state.pop("scale"))
+        for name, value in state.items():
+            setattr(self, name, value)
+        for name in ("metrics.jsonl", "trajectories.jsonl"):
+            self.recorder.cut(name, self.step)
+        return torn
+
+    def count(self, metrics: Mapping[str, float]) -> None:
+        """Take note of what a step says about the run itself."""
+        self.bad_steps += int(metrics.get("bad_steps", 0))
+        self.outage = self.outage + 1 if metrics["faulted"] > 0.5 else 0
+        if metrics.get("dev/em", -1.0) > self.best_em:
+            self.best_em, self.best_step = metrics["dev/em"], self.step
+
+    def reason_to_stop(self, interrupted: bool) -> str | None:
+        """Why to stop after this step, in one line; None to go on."""
+        if interrupted:
+            return "interrupted"
+        if self.outage >= 3:
+            return "the pool failed over half of the trajectories in three steps running"
+        if self.bad_steps >= self.config.max_bad_steps:
+            return f"{self.bad_steps} optimiser steps had a gradient that is not finite"
+        if self.task.exhausted:
+            return f"the spend cap of {self.config.max_usd} USD is reached"
+        return None
+
+
+def refuse_changes(config: Any, saved: Mapping[str, Any]) -> None:
+    """Raise ValueError if a resumed run would differ from the saved one in more than HARMLESS fields."""
+    changed = [
+        name for name, value in saved.items() if name not in HARMLESS and getattr(config, name) != value
+    ]
+    if changed:
+        what = ", ".join(f"{name} to {getattr(config, name)!r} from {saved[name]!r}" for name in changed)
+        raise ValueError(f"a resumed run cannot change {what}")
+
+
+class Interrupt:
+    """Ctrl-C as a flag that is looked at when a step ends; a second one aborts at once, without saving."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.before = signal.signal(signal.SIGINT, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        signal.signal(signal.SIGINT, self.before)

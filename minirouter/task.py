@@ -1,0 +1,104 @@
+"""The task of a run: which questions, which pool, and how both are put to the router (x ~ D and P in Eq. 1).
+
+train.py, evaluate.py and the comparison all ask here, so that they cannot differ in a prompt or a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import world
+from .data import encode_prompt, load_questions, load_template, render_prompt, special_strings
+from .ledger import Ledger
+from .pool import Pool
+from .poolfile import read_pool_file
+from .trajectory import Question
+
+WORLD_SIZES = {"train": 6400, "dev": 200, "test": 1000}
+
+
+def open_pool(pool: str, data: str, tokenizer: Any, timeout_s: float = 60.0) -> Any:
+    """ "drawn" and "full" as they are (each question of the world brings its own); a pool file as a pool:
+    simulated in the world, behind HTTP otherwise. Raises ValueError, one line, for a pool file with a
+    mistake in it."""
+    if pool in ("drawn", "full"):
+        return pool
+    if data == "world":
+        return world.SimulatedPool(tuple(read_pool_file(pool)))
+
+    def count_tokens(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    return Pool.from_file(pool, count_tokens, timeout_s=timeout_s)
+
+
+@dataclass
+class Task:
+    """Questions, pool and prompt, from plain values; raises ValueError, one line, for what cannot be used."""
+
+    tokenizer: Any
+    data: str = "world"  # "world", a file, or a comma list of benchmarks
+    pool: Any = "drawn"  # "drawn", "full", or a pool
+    prompt: str = "tiny"
+    show_prices: bool = True
+    info_tag: str = "info"
+    max_calls: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.template = load_template(self.prompt)
+        self.specials = special_strings(self.tokenizer)
+
+    def questions(self, split: str, n: int = 0) -> list[Question]:
+        """n questions of "train", "dev" or "test" (0: as many as is usual), each with its own pool in the world."""
+        if self.data != "world":
+            return load_questions(self.data, split, n or None, self.seed)
+        # training draws by the run's seed; dev and test questions are the same for every run
+        seed = self.seed if split == "train" else 0
+        pool = self.pool if isinstance(self.pool, str) else self.pool.candidates
+        return world.questions(split, n or WORLD_SIZES[split], seed, pool)
+
+    def fitting(self, questions: Sequence[Question], total_tokens: int) -> list[Question]:
+        """The questions whose prompt leaves room for a token. Raises ValueError if none does."""
+        lengths = [len(prompt) for prompt in self.prompts(questions)]
+        kept = [q for q, length in zip(questions, lengths, strict=True) if length < total_tokens]
+        if not kept:
+            raise ValueError(
+                f"no prompt fits total_tokens {total_tokens}: the shortest has {min(lengths)} tokens"
+            )
+        return kept
+
+    def keep_account(self, path: str | Path, max_usd: float | None) -> None:
+        """From now on calls are cached and accounted for in the file `path`, capped at `max_usd` if given."""
+        if isinstance(self.pool, Pool):
+            self.pool.ledger = Ledger(path, max_usd)
+
+    @property
+    def exhausted(self) -> bool:
+        """True once a call was refused because of the spend cap."""
+        return isinstance(self.pool, Pool) and self.pool.ledger.exhausted
+
+    def pools(self, questions: Sequence[Question]) -> list[Any]:
+        """The pool of each question: its own, or the task's."""
+        return [self.pool if question.pool is None else question.pool for question in questions]
+
+    def prompts(self, questions: Sequence[Question]) -> list[list[int]]:
+        """Ids of the prompt of each question."""
+        return [
+            encode_prompt(
+                self.tokenizer,
+                render_prompt(
+                    self.template,
+                    question.text,
+                    pool.candidates,
+                    self.show_prices,
+                    self.info_tag,
+                    self.max_calls,
+                    self.specials,
+                ),
+            )
+            for question, pool in zip(questions, self.pools(questions), strict=True)
+        ]

@@ -1,0 +1,225 @@
+"""One batch of trajectories -> what is known of every action, its advantage, and the optimiser steps.
+
+    estimate     log pi_old, log pi_ref and V at every action, without gradients, one pass a role
+    advantages   PPO: KL in the reward, GAE, whitening over the whole batch. GRPO: groups of one question
+    update       the critic's and the policy's clipped losses on minibatches
+
+A loss is a sum over actions divided once by the number of actions of the minibatch, counted beforehand: how
+the minibatch is cut into packs is a matter of memory only (the reference implementation averages means).
+The backward pass of one role ends before the forward pass of the next begins.
+
+Shape letters: B trajectories, A actions.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .packing import micro_batches, pack
+from .ppo import (
+    gae,
+    group_advantage,
+    kl,
+    masked_mean,
+    masked_var,
+    policy_loss,
+    shaped_reward,
+    value_loss,
+    whiten,
+)
+from .trajectory import Batch, Trajectory
+
+Packs = list[tuple[list[int], Batch]]  # (rows of the batch of trajectories, the same laid out)
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """What the networks say of every action before the update, (B, A) each, on the router's device."""
+
+    logp: Tensor  # under the policy that drew them, nats
+    ref_logp: Tensor  # under the reference, nats
+    value: Tensor  # the critic's; 0 where there is none
+    entropy: Tensor  # of the policy, nats
+    mask: Tensor  # bool
+
+
+def packs_of(trajectories: Sequence[Trajectory], rows: Sequence[int], max_tokens: int) -> Packs:
+    """The given rows as packs of at most `max_tokens` tokens."""
+    chosen = [trajectories[i] for i in rows]
+    groups = micro_batches(chosen, max_tokens)
+    return [([rows[i] for i in group], pack([chosen[i] for i in group])) for group in groups]
+
+
+@torch.no_grad()
+def estimate(router: Any, trajectories: Sequence[Trajectory], max_tokens: int, critic: bool) -> Estimates:
+    """Score all actions with each role in turn. Every trajectory must have an action."""
+    packs = packs_of(trajectories, range(len(trajectories)), max_tokens)
+    width = max(len(t.actions) for t in trajectories)
+    logp, entropy, ref_logp, value = torch.zeros(4, len(trajectories), width, device=router.device)
+    mask = torch.zeros_like(logp, dtype=torch.bool)
+    for rows, batch in packs:
+        a = batch.mask.shape[1]
+        logp[rows, :a], entropy[rows, :a] = router.logp(batch)
+        mask[rows, :a] = batch.mask.to(router.device)
+    with router.reference():
+        for rows, batch in packs:
+            ref_logp[rows, : batch.mask.shape[1]] = router.logp(batch)[0]
+    for rows, batch in packs if critic else ():
+        value[rows, : batch.mask.shape[1]] = router.value(batch)
+    return Estimates(logp, ref_logp, value, entropy, mask)
+
+
+def trainable(trajectories: Sequence[Trajectory], group_size: int) -> list[int]:
+    """Rows that may be trained on: the pool was not at fault and there is an action; of a group, at least two."""
+    rows = [i for i, t in enumerate(trajectories) if not t.faulted and t.actions]
+    members = Counter(i // group_size for i in rows)
+    return [i for i in rows if members[i // group_size] >= min(2, group_size)]
+
+
+def with_info_as_actions(t: Trajectory) -> Trajectory:
+    """Ablation: a copy in which everything after the prompt counts as drawn by the router, replies too."""
+    own = len(t.ids) - t.prompt_len
+    return replace(t, sampled=[False] * t.prompt_len + [True] * own, logps=[None] * len(t.ids))
+
+
+def advantages_of(
+    est: Estimates, scores: Tensor, group: Sequence[int], algo: str, kl_coef: float, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns (B, A) from scores (B,). `kl_coef` 0: the KL is in the loss instead.
+
+    "ppo": KL in the reward, GAE, whitened over the batch. "grpo": the advantage of a trajectory within its
+    group, at each of its actions; there is no critic, so returns are 0.
+    """
+    if algo == "grpo":
+        advantages = torch.where(est.mask, group_advantage(scores, group)[:, None], 0.0)
+        return advantages, torch.zeros_like(advantages)
+    rewards = shaped_reward(scores, kl(est.logp, est.ref_logp, "k1"), est.mask, kl_coef)
+    advantages, returns = gae(rewards, est.value, est.mask, gamma, lam)
+    return whiten(advantages, est.mask), returns
+
+
+def action_metrics(est: Estimates, trajectories: Sequence[Trajectory], returns: Tensor) -> dict[str, float]:
+    """What the estimates say of a batch before its update, means over actions."""
+    drawn = [(b, a, t.logps[i]) for b, t in enumerate(trajectories) for a, i in enumerate(t.actions)]
+    gaps = [abs(logp - est.logp[b, a].item()) for b, a, logp in drawn if logp is not None]
+    spread = masked_var(returns, est.mask)
+    left = masked_var(returns - est.value, est.mask)
+    tokens = sum(len(t.ids) - t.prompt_len for t in trajectories)
+    return {
+        "kl": float(masked_mean(kl(est.logp, est.ref_logp, "k1"), est.mask)),
+        "entropy": float(masked_mean(est.entropy, est.mask)),
+        "explained_variance": float(1 - left / spread) if spread > 0 else 0.0,
+        "trained_share": int(est.mask.sum()) / tokens,
+        "sampler_scorer_gap": max(gaps, default=0.0),
+    }
+
+
+def per_action(est: Estimates, advantages: Tensor) -> list[dict[str, list[float]]]:
+    """For the record: log-prob, value, advantage and KL of every action of each trajectory."""
+    columns = {
+        "logp": est.logp,
+        "value": est.value,
+        "advantage": advantages,
+        "kl": kl(est.logp, est.ref_logp, "k1"),
+    }
+    return [{name: x[b][est.mask[b]].tolist() for name, x in columns.items()} for b in range(len(advantages))]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a batch is turned into optimiser steps."""
+
+    minibatch: int  # trajectories an optimiser step
+    epochs: int
+    max_tokens: int  # of one pack
+    clip: float
+    value_clip: float
+    entropy_coef: float
+    kl_coef: float  # of k3 in the loss; 0 when the KL is in the reward
+    max_grad_norm: float
+
+
+def critic_loss(
+    router: Any, rows: list[int], batch: Batch, est: Estimates, _: Tensor, returns: Tensor, rules: Rules
+) -> tuple[Tensor, Tensor]:
+    """Sum over the actions of a pack of the clipped squared error; nothing to report."""
+    at = (rows, slice(batch.mask.shape[1]))
+    losses = value_loss(router.value(batch), est.value[at], returns[at], est.mask[at], rules.value_clip)
+    return losses.sum(), torch.zeros(3)
+
+
+def actor_loss(
+    router: Any, rows: list[int], batch: Batch, est: Estimates, advantages: Tensor, _: Tensor, rules: Rules
+) -> tuple[Tensor, Tensor]:
+    """Sum over the actions of a pack of clipped surrogate, KL and entropy bonus; and its `ratio_sums`."""
+    at = (rows, slice(batch.mask.shape[1]))
+    logp, entropy = router.logp(batch)
+    surrogate = policy_loss(logp, est.logp[at], advantages[at], est.mask[at], rules.clip)
+    penalty = rules.kl_coef * kl(logp, est.ref_logp[at], "k3") - rules.entropy_coef * entropy
+    return (surrogate + penalty).sum(), ratio_sums(logp.detach(), est.logp[at], est.mask[at], rules.clip)
+
+
+def ratio_sums(logp: Tensor, logp_old: Tensor, mask: Tensor, clip: float) -> Tensor:
+    """(sum of (ratio - 1) - log ratio, count outside the clip, largest ratio) over the actions of a pack."""
+    change = torch.where(mask, logp - logp_old, 0.0)
+    ratio = change.exp()
+    return torch.stack([(ratio - 1 - change).sum(), ((ratio - 1).abs() > clip).sum(), ratio.max()]).cpu()
+
+
+LOSSES = {"critic": critic_loss, "policy": actor_loss}
+
+
+def update(
+    router: Any,
+    optimisers: dict[str, torch.optim.Optimizer],
+    trajectories: Sequence[Trajectory],
+    est: Estimates,
+    advantages: Tensor,
+    returns: Tensor,
+    rules: Rules,
+    seed: str,
+) -> dict[str, float]:
+    """Passes over the batch in minibatches of trajectories, one optimiser step of each role a minibatch.
+
+    -> metrics. An optimiser step whose gradient is not finite is left out and counted in "bad_steps".
+    """
+    sums: dict[str, list[Tensor]] = {role: [] for role in optimisers}
+    norms: dict[str, list[float]] = {role: [] for role in optimisers}
+    for epoch in range(rules.epochs):
+        order = random.Random(f"{seed}/{epoch}").sample(range(len(trajectories)), len(trajectories))
+        for start in range(0, len(order), rules.minibatch):
+            packs = packs_of(trajectories, order[start : start + rules.minibatch], rules.max_tokens)
+            actions = sum(int(batch.mask.sum()) for _, batch in packs)
+            for role, optimiser in optimisers.items():
+                for rows, batch in packs:
+                    loss, report = LOSSES[role](router, rows, batch, est, advantages, returns, rules)
+                    (loss / actions).backward()
+                    sums[role].append(report)
+                norms[role].append(_step(optimiser, router.parameters(role), rules.max_grad_norm))
+    kl_sum, clipped, _ = torch.stack(sums["policy"]).sum(0).tolist()
+    actions = rules.epochs * int(est.mask.sum())
+    finite = {role: [n for n in norms[role] if math.isfinite(n)] for role in norms}
+    return {
+        "approx_kl": kl_sum / actions,
+        "clip_fraction": clipped / actions,
+        "ratio_max": max(report[2].item() for report in sums["policy"]),
+        "bad_steps": sum(map(len, norms.values())) - sum(map(len, finite.values())),
+        **{f"grad_norm/{role}": sum(n) / len(n) if n else 0.0 for role, n in finite.items()},
+    }
+
+
+def _step(optimiser: torch.optim.Optimizer, parameters: list[Tensor], max_norm: float) -> float:
+    """Clip, step and clear; -> the norm before clipping. A gradient that is not finite changes nothing."""
+    norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+    if math.isfinite(norm):
+        optimiser.step()
+    optimiser.zero_grad(set_to_none=True)
+    return norm
