@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from minirouter import checkpoint, world
-from minirouter.facts import topics
 from minirouter.config import Config, fail, load_config, read_yaml
+from minirouter.facts import topics
 from minirouter.model import Router
 from minirouter.record import Recorder, mean, trajectory_row
 from minirouter.reward import CostScale, score
@@ -47,13 +47,17 @@ class Result:
 
 
 def build(config: Config) -> tuple[Router, Task]:
-    """Base model with fresh adapters, and the task; raises ValueError, one line, for anything that cannot be used."""
+    """Base model with fresh adapters, and the task; raises ValueError, one line, for anything that cannot be
+    used.
+    """
     path = str(TINY) if config.model == "tiny" else config.model
     router = Router.load(
         path,
-        load_in_4bit=config.load_in_4bit,
-        trust_remote_code=config.trust_remote_code,
-        total_tokens=config.total_tokens,
+        {
+            "load_in_4bit": config.load_in_4bit,
+            "trust_remote_code": config.trust_remote_code,
+            "total_tokens": config.total_tokens,
+        },
         lora_r=config.lora_r,
         critic=config.algo == "ppo",
         temperature=config.temperature,
@@ -163,7 +167,9 @@ def compare(before: Sequence[Result], after: Sequence[Result]) -> str:
 
 
 def restore(router: Router, run: Path, at: str) -> str:
-    """Put a run's trained adapters on the router; -> the name of the checkpoint. Raises ValueError if there is none."""
+    """Put a run's trained adapters on the router; -> the name of the checkpoint. Raises ValueError if there
+    is none.
+    """
     folder = run / "checkpoints"
     if at == "newest":
         path, _ = checkpoint.newest(folder)
@@ -181,7 +187,9 @@ def restore(router: Router, run: Path, at: str) -> str:
 
 
 def own_files(config: Config, run: Path) -> Config:
-    """The run folder alone is enough: its copies of pool file and prompt stand in for the paths that training had."""
+    """The run folder alone is enough: its copies of pool file and prompt stand in for the paths that training
+    had.
+    """
     saved = read_yaml(run / "config.yaml")
     copies = {"pool": run / "pool.yaml", "prompt": run / "prompt.txt"}
     return replace(

@@ -79,8 +79,8 @@ def train_step(run: Run) -> dict[str, float]:
         metrics |= action_metrics(est, batch, returns)
 
         # critic, then policy
-        rules = Rules(c.minibatch, c.ppo_epochs, c.max_tokens_per_pack, c.clip, c.value_clip, c.entropy_coef, kl_loss,
-                      c.max_grad_norm)  # fmt: skip
+        clips = (c.clip, c.value_clip, c.max_grad_norm)
+        rules = Rules(c.minibatch, c.ppo_epochs, c.max_tokens_per_pack, *clips, c.entropy_coef, kl_loss)
         metrics |= update(router, run.optimisers, batch, est, advantages, returns, rules, seed)
         details = dict(zip(kept, per_action(est, advantages), strict=True))
 
@@ -125,7 +125,9 @@ def train(run: Run) -> None:
 
 
 def setup(config: Config) -> Run:
-    """Load and check everything, then open the run folder. Raises ValueError, one line, before anything is written."""
+    """Load and check everything, then open the run folder. Raises ValueError, one line, before anything is
+    written.
+    """
     folder = Path(config.resume or config.run_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}-seed{config.seed}")
     if config.resume:
         refuse_changes(config, read_yaml(folder / "config.yaml"))
@@ -168,7 +170,7 @@ def main() -> None:
     after = evaluate(run.router, run.task, questions, c)
     run.recorder.plot()
     print(
-        f"\n{compare(before, after)}\n\nrun folder {folder}: metrics.jsonl, trajectories.jsonl, curves.png, checkpoints/"
+        f"\n{compare(before, after)}\n\n{folder}: metrics.jsonl, trajectories.jsonl, curves.png, checkpoints/"
     )
 
 

@@ -10,12 +10,23 @@ import difflib
 import math
 import sys
 from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import yaml
 
 PRESETS = Path(__file__).parent.parent / "configs"
+POSITIVE = (
+    *("max_calls", "turn_tokens", "reply_tokens", "total_tokens", "slots", "timeout_s"),
+    *("steps", "batch", "minibatch", "samples_per_question", "ppo_epochs", "max_tokens_per_pack", "lora_r"),
+    *("lr", "critic_lr", "clip", "value_clip", "max_grad_norm", "max_bad_steps", "save_every", "keep_last"),
+)
+NOT_NEGATIVE = (
+    *("questions", "sft_steps", "eval_every", "eval_questions", "print_every", "seed"),
+    *("kl_coef", "entropy_coef", "temperature", "eval_temperature"),
+)
+SHARES = ("alpha", "gamma", "lam", "drop_candidates")
 
 
 def knob(default: Any, help: str) -> Any:
@@ -99,14 +110,11 @@ class Config:
 
     def __post_init__(self) -> None:
         """Raises ValueError, one line, for values that cannot work."""
-        for name in ("max_calls", "turn_tokens", "reply_tokens", "total_tokens", "slots", "steps", "batch", "minibatch",
-                     "samples_per_question", "ppo_epochs", "max_tokens_per_pack", "lora_r", "save_every", "keep_last",
-                     "lr", "critic_lr", "clip", "value_clip", "max_grad_norm", "timeout_s", "max_bad_steps"):  # fmt: skip
+        for name in POSITIVE:
             _require(getattr(self, name) > 0, name, getattr(self, name), "must be positive")
-        for name in ("questions", "sft_steps", "eval_every", "eval_questions", "print_every", "seed", "kl_coef",
-                     "entropy_coef", "temperature", "eval_temperature"):  # fmt: skip
+        for name in NOT_NEGATIVE:
             _require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
-        for name in ("alpha", "gamma", "lam", "drop_candidates"):
+        for name in SHARES:
             _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "must be between 0 and 1")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "must be above 0 and at most 1")
         _require(self.drop_candidates < 1, "drop_candidates", self.drop_candidates, "must be below 1")
@@ -180,11 +188,7 @@ def _nearest(name: str, known: Any) -> str:
 
 def _preset(argv: list[str]) -> Path:
     """The YAML file that the command line starts from."""
-    given = {
-        flag: value
-        for flag, value in zip(argv, argv[1:], strict=False)
-        if flag in ("--config", "--resume", "--run")
-    }
+    given = {flag: value for flag, value in pairwise(argv) if flag in ("--config", "--resume", "--run")}
     run = given.get("--resume") or given.get("--run")
     if run and "--config" not in given:
         if not (Path(run) / "config.yaml").is_file():
@@ -201,7 +205,9 @@ def _preset(argv: list[str]) -> Path:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The keys of a configuration file; raises ValueError, one line, for anything but known keys with plain values."""
+    """The keys of a configuration file; raises ValueError, one line, for anything but known keys with plain
+    values.
+    """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

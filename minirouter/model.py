@@ -14,7 +14,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ class Router:
         gradient_checkpointing: bool = False,
         head_chunk: int = 1024,
     ) -> None:
-        """`model` is a frozen causal LM of transformers; log-probs are those at `temperature` (1 if it is 0)."""
+        """`model` is a frozen causal LM; log-probs are those at `temperature` (1 if it is 0)."""
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids(model, tokenizer)
         self.temperature = temperature or 1.0
@@ -63,16 +63,16 @@ class Router:
         self._switch("policy")
 
     @classmethod
-    def load(cls, path: str, *, load_in_4bit: bool = False, trust_remote_code: bool = False, total_tokens: int = 0,
-             seed: int = 0, **kwargs: Any) -> Router:  # fmt: skip
-        """Load a base from disk or hub and put fresh adapters on it; raises ValueError as `load.load_model` does."""
-        model, tokenizer = load_model(
-            path, load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code, total_tokens=total_tokens
-        )
+    def load(cls, path: str, base: Mapping[str, Any], *, seed: int = 0, **options: Any) -> Router:
+        """Load a base from disk or hub and put fresh adapters on it; raises ValueError as `load_model` does.
+
+        `base` goes to `load.load_model` (load_in_4bit, total_tokens, ...), `options` to this class.
+        """
+        model, tokenizer = load_model(path, **base)
         torch.manual_seed(
             seed
-        )  # of the adapters' first values, the only thing drawn from torch's own generator
-        return cls(model, tokenizer, **kwargs)
+        )  # for the adapters' first values, all that is drawn from torch's own generator
+        return cls(model, tokenizer, **options)
 
     def parameters(self, role: str) -> list[nn.Parameter]:
         """Trainable tensors of "policy" or "critic" (with the value head), by name: flags change with the
@@ -118,7 +118,9 @@ class Router:
         self._switch("policy")
 
     def save(self, folder: Path) -> None:
-        """Write every adapter as PEFT keeps them: FOLDER/policy, FOLDER/critic, after a warm start FOLDER/reference."""
+        """Write every adapter as PEFT keeps them: FOLDER/policy, FOLDER/critic, after a warm start
+        FOLDER/reference.
+        """
         self.model.save_pretrained(folder, save_embedding_layers=False)
 
     def load_adapters(self, folder: Path) -> None:
@@ -137,7 +139,9 @@ class Router:
         mask: torch.Tensor | None,
         cache: Any = None,
     ):
-        """Last hidden states (R, T, E) of whatever role is active. `mask` (R, 1, T, C) bool; None = plain causal."""
+        """Last hidden states (R, T, E) of whatever role is active. `mask` (R, 1, T, C) bool; None = plain
+        causal.
+        """
         if mask is not None and self.config._attn_implementation == "eager":
             # eager attention adds its mask: a boolean one would add 0 or 1 and hide nothing
             floor = torch.finfo(self.model.dtype).min
@@ -153,7 +157,7 @@ class Router:
         return output.last_hidden_state
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(..., E) -> (..., V), as the model itself would: projecting by hand must not lose its soft-capping."""
+        """(..., E) -> (..., V), as the model itself would: its soft-capping must not be lost."""
         logits = self.model.get_output_embeddings()(hidden)
         cap = getattr(self.config, "final_logit_softcapping", None)
         return cap * torch.tanh(logits / cap) if cap else logits
@@ -161,13 +165,17 @@ class Router:
     def forward_cached(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor, cache: Any
     ) -> torch.Tensor:
-        """One step of the sampler, by the policy: new ids (R, T) on top of a cache -> hidden states (R, T, E)."""
+        """One step of the sampler, by the policy: new ids (R, T) on top of a cache -> hidden states (R, T,
+        E).
+        """
         self._switch("policy")
         self.model.eval()
         return self.hidden(input_ids, position_ids, mask, cache)
 
     def logp(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob of every action and entropy of its distribution, nats, (B, A) each, 0 where there is no action."""
+        """Log-prob of every action and entropy of its distribution, nats, (B, A) each, 0 where there is no
+        action.
+        """
         if self.role == "critic":
             self._switch("policy")
         states, where = self._states(batch)

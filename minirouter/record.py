@@ -35,7 +35,9 @@ def mean(values: Iterable[float]) -> float:
 
 
 def label(candidate: Candidate) -> str:
-    """What calls are counted under: the descriptor where it is one word (names of drawn pools change), else the name."""
+    """What calls are counted under: the descriptor where it is one word (names of drawn pools change), else
+    the name.
+    """
     return (
         candidate.descriptor if candidate.descriptor and " " not in candidate.descriptor else candidate.name
     )
@@ -89,7 +91,7 @@ def _call_metrics(trajectories: Sequence[Trajectory], pools: Sequence[Any]) -> d
 def trajectory_row(
     trajectory: Trajectory, question: Question, reward: Reward, tokenizer: Any, **more: Any
 ) -> dict[str, Any]:
-    """One trajectory as JSON: what the model saw, cut where the writer changes, and every part of its reward."""
+    """One trajectory as JSON: what the model saw, cut where the writer changes, and its reward in parts."""
     t = trajectory
     edges = [
         i for i in range(t.prompt_len, len(t.ids)) if i == t.prompt_len or t.sampled[i] != t.sampled[i - 1]
@@ -171,7 +173,9 @@ class Recorder:
         return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
 
     def cut(self, name: str, step: int) -> None:
-        """Drop lines of steps after `step`, and a line that was not finished (a resumed run writes them again)."""
+        """Drop lines of steps after `step`, and a line that was not finished (a resumed run writes them
+        again).
+        """
         path = self.folder / name
         if path.exists():
             kept = [line for line in path.read_text("utf-8").splitlines() if _step_of(line) <= step]

@@ -27,7 +27,7 @@ from .trajectory import Call, Limits, Reply, Trajectory
 
 @dataclass
 class Speech:
-    """What a rollout has to know of the tokenizer: where an episode ends, and which tokens can close a tag."""
+    """What a rollout must know of the tokenizer: where an episode ends, which tokens can close a tag."""
 
     tokenizer: Any
     stop_ids: frozenset[int]
@@ -45,7 +45,7 @@ class Speech:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def encode_reply(self, text: str, limit: int) -> list[int]:
-        """Ids of a reply inside its tags: untrusted, so neutralised; at most `limit`, the closing tag kept."""
+        """Ids of a reply in its tags: untrusted, so neutralised; at most `limit`, the closing tag kept."""
         text = render_reply(text, self.info_tag, self.specials)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if len(ids) <= limit:
@@ -65,7 +65,9 @@ class Episode:
     turn: list[int] = field(default_factory=list)  # ids drawn since the last reply
 
     def take(self, token: int, logp: float, speech: Speech, limits: Limits) -> Action | None:
-        """Append a drawn token, set `finish` if the episode ends with it; -> the call to make, if it closed one."""
+        """Append a drawn token, set `finish` if the episode ends with it; -> the call to make, if it closed
+        one.
+        """
         t = self.trajectory
         t.append([token], [logp])
         self.turn.append(token)
@@ -88,7 +90,9 @@ class Episode:
         return None if t.finish else action
 
     def hear(self, call: Call, speech: Speech, limits: Limits) -> None:
-        """Append the reply to a call. One that leaves no room for a token ends the episode; its cost is counted."""
+        """Append the reply to a call. One that leaves no room for a token ends the episode; its cost is
+        counted.
+        """
         t = self.trajectory
         t.calls.append(call)
         ids = speech.encode_reply(call.reply.text, limits.reply_tokens)
@@ -100,7 +104,9 @@ class Episode:
 
 
 def ask(pool: Any, action: Action) -> Call:
-    """Make a call. One that names nobody or asks nothing is the router's own mistake: a short reason, no cost."""
+    """Make a call. One that names nobody or asks nothing is the router's own mistake: a short reason, no
+    cost.
+    """
     if not action.name or not action.query:
         return Call(action.name, action.query, Reply("A call must read NAME: QUERY.", status="malformed"))
     return Call(action.name, action.query, pool.ask(action.name, action.query))
@@ -165,7 +171,9 @@ def _run(
 
 
 def _submit(threads: ThreadPoolExecutor, pool: Any, action: Action) -> Future[Call]:
-    """A call in a thread of its own; a simulated pool answers at once, so that runs with it repeat bit for bit."""
+    """A call in a thread of its own; a simulated pool answers at once, so that runs with it repeat bit for
+    bit.
+    """
     if not pool.instant:
         return threads.submit(ask, pool, action)
     done: Future[Call] = Future()

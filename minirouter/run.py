@@ -16,8 +16,10 @@ from .reward import CostScale
 from .task import Task
 
 # A resumed run must be the same run: only what cannot change its numbers may differ.
-HARMLESS = {"steps", "save_every", "keep_last", "eval_every", "eval_questions", "print_every", "max_usd", "run_dir",
-            "resume", "timeout_s", "max_bad_steps"}  # fmt: skip
+HARMLESS = {
+    *("steps", "save_every", "keep_last", "eval_every", "eval_questions", "print_every", "max_bad_steps"),
+    *("max_usd", "timeout_s", "run_dir", "resume"),
+}
 
 
 @dataclass

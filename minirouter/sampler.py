@@ -19,7 +19,9 @@ Draw = tuple[int, float]  # token id, its log-prob in nats
 
 
 class RaggedCache:
-    """Keys and values of S rows, preallocated, written in place; the cache interface that transformers expects."""
+    """Keys and values of S rows, preallocated, written in place; the cache interface that transformers
+    expects.
+    """
 
     def __init__(self, slots: int, capacity: int) -> None:
         self.slots = slots
@@ -29,7 +31,9 @@ class RaggedCache:
         ] = []  # (S, H, C, D) each, made by the first update
 
     def aim(self, start: int, positions: torch.Tensor, columns: int) -> None:
-        """Say where the next forward pass writes: rows from `start`, at `positions` (R, T); it reads C = `columns`."""
+        """Say where the next forward pass writes: rows from `start`, at `positions` (R, T); it reads C =
+        `columns`.
+        """
         self.rows = slice(start, start + positions.shape[0])
         self.index = torch.arange(start, start + positions.shape[0], device=positions.device)[:, None]
         self.positions = positions
@@ -85,7 +89,9 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float, top_p
 
 
 def nucleus(p: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Zero all but the most probable tokens that together reach `top_p` (the evaluation of the reference has .95)."""
+    """Zero all but the most probable tokens that together reach `top_p` (the evaluation of the reference has
+    .95).
+    """
     ranked, order = p.sort(dim=-1, descending=True)
     before = ranked.cumsum(dim=-1) - ranked
     return torch.zeros_like(p).scatter(1, order, torch.where(before < top_p, ranked, 0.0))
@@ -109,7 +115,7 @@ class Sampler:
         self.temperature = temperature
         self.top_p = top_p
         self.prefix = len(prefix)
-        # One column more than needed: padding of ragged chunks is written there, so that it never touches a row.
+        # One column more than needed: padding of ragged chunks is written there and never read
         self.cache = RaggedCache(slots, capacity + 1)
         self.keys: list[Any] = []  # row -> key
         self.lengths: list[int] = []  # row -> cached ids
@@ -184,7 +190,9 @@ class Sampler:
         return hidden[torch.arange(len(ids), device=device), last]
 
     def _bring(self, wanted: set[Any], start: int) -> None:
-        """Put the wanted keys into the rows from `start`, in any order, by as few exchanges as there are strangers."""
+        """Put the wanted keys into the rows from `start`, in any order, by as few exchanges as there are
+        strangers.
+        """
         end = start + len(wanted)
         strangers = [row for row in range(start, end) if self.keys[row] not in wanted]
         outside = [row for row in range(end, len(self.keys)) if self.keys[row] in wanted]

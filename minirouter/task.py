@@ -53,7 +53,9 @@ class Task:
         self.specials = special_strings(self.tokenizer)
 
     def questions(self, split: str, n: int = 0) -> list[Question]:
-        """n questions of "train", "dev" or "test" (0: as many as is usual), each with its own pool in the world."""
+        """n questions of "train", "dev" or "test" (0: as many as is usual), each with its own pool in the
+        world.
+        """
         if self.data != "world":
             return load_questions(self.data, split, n or None, self.seed)
         # training draws by the run's seed; dev and test questions are the same for every run

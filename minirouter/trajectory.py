@@ -96,7 +96,7 @@ class Limits:
 
 @dataclass
 class Trajectory:
-    """The exact ids the model was fed. The three lists grow only through `append`, which keeps them in step."""
+    """The exact ids the model was fed. The three lists grow only through `append`, in step."""
 
     prompt_len: int = 0
     ids: list[int] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Trajectory:
     finish: str = ""  # one of FINISHES once it has ended
 
     def append(self, ids: list[int], logps: list[float] | None = None) -> None:
-        """Add tokens: drawn by the router if `logps` is given (one each), otherwise put in by somebody else."""
+        """Add tokens: drawn by the router if `logps` is given (one each), else put in by somebody else."""
         if logps is not None and len(logps) != len(ids):
             raise ValueError(f"{len(ids)} ids but {len(logps)} log-probs")
         self.ids += ids
@@ -126,7 +126,9 @@ class Trajectory:
 
     @property
     def cost(self) -> float:
-        """Sum over calls of output tokens times price (Eq. 4 before normalising), in USD per 1M such questions."""
+        """Sum over calls of output tokens times price (Eq. 4 before normalising), in USD per 1M such
+        questions.
+        """
         return sum(call.reply.cost for call in self.calls)
 
     @property

@@ -78,7 +78,9 @@ def estimate(router: Any, trajectories: Sequence[Trajectory], max_tokens: int, c
 
 
 def trainable(trajectories: Sequence[Trajectory], group_size: int) -> list[int]:
-    """Rows that may be trained on: the pool was not at fault and there is an action; of a group, at least two."""
+    """Rows that may be trained on: the pool was not at fault and there is an action; of a group, at least
+    two.
+    """
     rows = [i for i, t in enumerate(trajectories) if not t.faulted and t.actions]
     members = Counter(i // group_size for i in rows)
     return [i for i in rows if members[i // group_size] >= min(2, group_size)]
@@ -142,9 +144,9 @@ class Rules:
     max_tokens: int  # of one pack
     clip: float
     value_clip: float
+    max_grad_norm: float
     entropy_coef: float
     kl_coef: float  # of k3 in the loss; 0 when the KL is in the reward
-    max_grad_norm: float
 
 
 def critic_loss(
