@@ -47,13 +47,12 @@ def train_step(run: Run) -> dict[str, float]:
     c, router, seed, start = run.config, run.router, f"{run.config.seed}/{run.step}", time.monotonic()
 
     # x ~ D, y ~ pi(. | x; P)
-    questions = [
-        q for q in run.stream.take(c.batch // c.samples_per_question) for _ in range(c.samples_per_question)
-    ]
+    taken = run.stream.take(c.batch // c.samples_per_question)
+    questions, prompts = run.task.fitting(taken, c.total_tokens)
+    questions = [q for q in questions for _ in range(c.samples_per_question)]
+    prompts = [p for p in prompts for _ in range(c.samples_per_question)]
     pools = run.task.pools(questions)
-    trajectories = rollout(
-        router, run.task.prompts(questions), pools, limits_of(c, training=True), seed, c.info_tag
-    )
+    trajectories = rollout(router, prompts, pools, limits_of(c, training=True), seed, c.info_tag)
     rolled = time.monotonic()
 
     # r(x, y)
@@ -62,7 +61,11 @@ def train_step(run: Run) -> dict[str, float]:
               no_format_reward=c.no_format_reward)
         for t, q, pool in zip(trajectories, questions, pools, strict=True)
     ]  # fmt: skip
-    metrics = {"step": run.step, **summarise(trajectories, rewards, pools)}
+    metrics = {
+        "step": run.step,
+        "excluded": c.batch - len(trajectories),
+        **summarise(trajectories, rewards, pools),
+    }
     kept = trainable(trajectories, c.samples_per_question)
     details: dict[int, dict[str, list[float]]] = {}
     if kept:
@@ -134,7 +137,9 @@ def setup(config: Config) -> Run:
     elif (folder / "config.yaml").exists():
         raise ValueError(f"{folder} holds a run already: --resume {folder} continues it")
     router, task = build(config)
-    questions = task.fitting(task.questions("train", config.questions), config.total_tokens)
+    questions = task.questions("train", config.questions)
+    if not task.fitting(questions[: config.batch], config.total_tokens)[0]:
+        raise ValueError(f"total_tokens {config.total_tokens} leaves no room after the prompts")
     pool = None if isinstance(task.pool, str) else task.pool
     stream = QuestionStream(questions, config.seed, config.shuffle_candidates, config.drop_candidates, pool)
     rates = {"critic": config.critic_lr, "policy": config.lr}

@@ -21,7 +21,7 @@ from typing import Any
 from .data import special_strings
 from .packing import common_prefix
 from .sampler import Sampler
-from .tags import Action, find_action, render_reply
+from .tags import Action, call_error, find_action, render_reply
 from .trajectory import Call, Limits, Reply, Trajectory
 
 
@@ -47,7 +47,7 @@ class Speech:
     def encode_reply(self, text: str, limit: int) -> list[int]:
         """Ids of a reply in its tags: untrusted, so neutralised; at most `limit`, the closing tag kept."""
         text = render_reply(text, self.info_tag, self.specials)
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         if len(ids) <= limit:
             return ids
         closing = self.tokenizer.encode(text[text.rindex("</") :], add_special_tokens=False)
@@ -90,9 +90,7 @@ class Episode:
         return None if t.finish else action
 
     def hear(self, call: Call, speech: Speech, limits: Limits) -> None:
-        """Append the reply to a call. One that leaves no room for a token ends the episode; its cost is
-        counted.
-        """
+        """Append the reply to a call. One that leaves no room for a token ends the episode, paid for."""
         t = self.trajectory
         t.calls.append(call)
         ids = speech.encode_reply(call.reply.text, limits.reply_tokens)
@@ -104,10 +102,8 @@ class Episode:
 
 
 def ask(pool: Any, action: Action) -> Call:
-    """Make a call. One that names nobody or asks nothing is the router's own mistake: a short reason, no
-    cost.
-    """
-    if not action.name or not action.query:
+    """Make a call. One that cannot be sent is the router's own mistake: it is told so, at no cost."""
+    if call_error(action.text):
         return Call(action.name, action.query, Reply("A call must read NAME: QUERY.", status="malformed"))
     return Call(action.name, action.query, pool.ask(action.name, action.query))
 

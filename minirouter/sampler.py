@@ -85,6 +85,7 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float, top_p
         ids = torch.searchsorted(cdf, uniforms[:, None] * total, right=True)
         # u * total can round up to total: the last token of positive probability, never one behind it
         ids = torch.minimum(ids, torch.searchsorted(cdf, total))
+        ids = ids.clamp(max=p.shape[1] - 1)  # with NaN, both searches end behind the last token
     return ids[:, 0], logp.gather(1, ids)[:, 0]
 
 

@@ -60,6 +60,16 @@ def split_call(content: str) -> tuple[str, str] | tuple[None, None]:
     return (name.strip(), query.strip()) if colon else (None, None)
 
 
+def call_error(content: str) -> str | None:
+    """Why what stands in a call cannot be sent to anybody, in a few words, or None."""
+    name, query = split_call(content)
+    if name is None:
+        return "a call without a colon"
+    if any(word in content.casefold() for word in PLACEHOLDERS):
+        return "a call with a placeholder of the prompt"
+    return None if query else "a call without a query"
+
+
 def fold(name: str) -> str:
     """The form in which two spellings of a name are compared: trimmed, case-folded."""
     return name.strip().casefold()
@@ -138,13 +148,9 @@ def _content_error(kind: str, content: str, names: list[str]) -> str | None:
         return "empty thought" if content in ("", "...") else None
     if kind == "answer":
         return None if content else "empty answer"
+    if error := call_error(content):
+        return error
     name, query = split_call(content)
-    if name is None:
-        return "a call without a colon"
-    if any(word in content.casefold() for word in PLACEHOLDERS):
-        return "a call with a placeholder of the prompt"
     if resolve(name, names) is None:
         return "a call of an unknown name"
-    if not query:
-        return "a call without a query"
     return "a query that repeats the name" if fold(name) in fold(query) else None

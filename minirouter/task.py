@@ -63,15 +63,14 @@ class Task:
         pool = self.pool if isinstance(self.pool, str) else self.pool.candidates
         return world.questions(split, n or WORLD_SIZES[split], seed, pool)
 
-    def fitting(self, questions: Sequence[Question], total_tokens: int) -> list[Question]:
-        """The questions whose prompt leaves room for a token. Raises ValueError if none does."""
-        lengths = [len(prompt) for prompt in self.prompts(questions)]
-        kept = [q for q, length in zip(questions, lengths, strict=True) if length < total_tokens]
-        if not kept:
-            raise ValueError(
-                f"no prompt fits total_tokens {total_tokens}: the shortest has {min(lengths)} tokens"
-            )
-        return kept
+    def fitting(
+        self, questions: Sequence[Question], total_tokens: int
+    ) -> tuple[list[Question], list[list[int]]]:
+        """The questions whose prompt leaves room for a token, and their prompts."""
+        kept = [
+            (q, p) for q, p in zip(questions, self.prompts(questions), strict=True) if len(p) < total_tokens
+        ]
+        return [q for q, _ in kept], [p for _, p in kept]
 
     def keep_account(self, path: str | Path, max_usd: float | None) -> None:
         """From now on calls are cached and accounted for in the file `path`, capped at `max_usd` if given."""
