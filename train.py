@@ -40,6 +40,7 @@ from minirouter.update import (
     update,
     with_info_as_actions,
 )  # fmt: skip
+from minirouter.watch import warnings
 
 
 def train_step(run: Run) -> dict[str, float]:
@@ -115,6 +116,9 @@ def train(run: Run) -> None:
                 "dev/cost": mean(r.reward.cost for r in results),
             }
         run.count(metrics)
+        metrics["warnings"] = warnings([*run.recorder.read("metrics.jsonl"), metrics])
+        for line in metrics["warnings"]:
+            tqdm.write(f"warning: {line}")
         run.recorder.append("metrics.jsonl", [metrics])
         shown = ("reward", "em", "format_rate", "calls", "cost")
         bar.set_postfix({key: f"{metrics[key]:.2f}" for key in shown})
