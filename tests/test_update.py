@@ -288,7 +288,7 @@ def test_faulted_trajectories_rows_without_actions_and_small_groups_are_left_out
 
 
 def test_the_info_ablation_trains_on_everything_after_the_prompt():
-    """Catches an ablation that trains on the prompt, loses a reply, or changes the trajectory it was given."""
+    """Catches an ablation that trains on the prompt, loses a reply, or changes what it was given."""
     t = trajectories()[0]
     before = (list(t.ids), list(t.sampled), list(t.logps))
     copy = with_info_as_actions(t)
