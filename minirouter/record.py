@@ -104,11 +104,13 @@ def trajectory_row(
         }
         for start, end in zip(edges, [*edges[1:], len(t.ids)], strict=True)
     ]
+    known = labels(question.pool) if question.pool else {}
     calls = [
         {
             "name": call.name,
             "query": call.query,
             "candidate": call.reply.candidate,
+            "label": known.get(call.reply.candidate, call.reply.candidate),
             "status": call.reply.status,
             "cost": call.reply.cost,
             "tokens": call.reply.tokens,
@@ -161,7 +163,7 @@ class Recorder:
     def append(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
         with open(self.folder / name, "a", encoding="utf-8") as file:
             for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(json.dumps(row) + "\n")  # ASCII: a lone surrogate must not stop a run
 
     def write(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
         """The same, in place of what was there."""
@@ -170,7 +172,7 @@ class Recorder:
 
     def read(self, name: str) -> list[dict[str, Any]]:
         path = self.folder / name
-        return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+        return [json.loads(line) for line in path.open(encoding="utf-8")] if path.exists() else []
 
     def cut(self, name: str, step: int) -> None:
         """Drop lines of steps after `step`, and a line that was not finished (a resumed run writes them
@@ -178,7 +180,7 @@ class Recorder:
         """
         path = self.folder / name
         if path.exists():
-            kept = [line for line in path.read_text("utf-8").splitlines() if _step_of(line) <= step]
+            kept = [line for line in path.read_text("utf-8").split("\n") if _step_of(line) <= step]
             path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
     def plot(self) -> None:

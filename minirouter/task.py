@@ -13,8 +13,7 @@ from typing import Any
 from . import world
 from .data import encode_prompt, load_questions, load_template, render_prompt, special_strings
 from .ledger import Ledger
-from .pool import Pool
-from .poolfile import read_pool_file
+from .pool import Pool, read_pool_file
 from .trajectory import Question
 
 WORLD_SIZES = {"train": 6400, "dev": 200, "test": 1000}
