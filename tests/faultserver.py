@@ -110,6 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
         kind, _, argument = behaviour.partition(":")
         if kind.isdecimal():
             headers = {"Retry-After": argument} if argument else {}
+            headers |= {"Location": "/elsewhere"} if kind.startswith("3") else {}
             self._send(b'{"error": {"message": "secret detail"}}', int(kind), headers)
         elif kind in ("timeout", "reset", "cut", "drip", "header_drip", "huge"):
             getattr(self, f"_{kind}")()

@@ -24,10 +24,10 @@ def work(name):
     for i in range(tries):
         number = ledger.reserve(name, 0.003)
         if number is not None:
-            print("reserved", flush=True)
+            print("reserved\\n", end="", flush=True)  # one write: threads must not mix lines
             if i % 2:
                 ledger.settle(number, 0.002, 7)
-                print("settled", flush=True)
+                print("settled\\n", end="", flush=True)
 threads = [threading.Thread(target=work, args=(f"c{n}",)) for n in range(3)]
 [t.start() for t in threads]
 [t.join() for t in threads]
@@ -36,7 +36,7 @@ threads = [threading.Thread(target=work, args=(f"c{n}",)) for n in range(3)]
 
 def start_worker(path, cap, tries):
     args = [sys.executable, "-c", WORKER, str(path), str(cap), str(tries)]
-    return subprocess.Popen(args, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_reservations_fill_the_cap_exactly_and_one_more_is_refused():
@@ -48,6 +48,9 @@ def test_reservations_fill_the_cap_exactly_and_one_more_is_refused():
     assert ledger.reserve("a", 0.1) is None
     assert ledger.exhausted
     assert ledger.reserve("free", 0.0) is not None, "what costs nothing still fits"
+    tiny = Ledger(None, max_usd=1e-12)
+    assert tiny.reserve("a", 4e-13) is not None
+    assert tiny.reserve("a", 4e-13) is None, "reservations are rounded up"
 
 
 def test_settling_gives_back_what_was_not_spent():
@@ -76,8 +79,9 @@ def test_threads_and_processes_together_never_pass_the_cap(tmp_path):
     """Caught: check-then-write without a transaction, which lets several writers through at once."""
     path = tmp_path / "ledger.sqlite"
     workers = [start_worker(path, 0.1, 30) for _ in range(3)]
-    lines = [line for w in workers for line in w.communicate(timeout=60)[0].split()]
-    assert [w.returncode for w in workers] == [0, 0, 0]
+    said = [w.communicate(timeout=60) for w in workers]
+    assert [errors for _, errors in said] == ["", "", ""]
+    lines = [line for lines, _ in said for line in lines.split()]
     ledger = Ledger(path, max_usd=0.1)
     rows = ledger.account().values()
     assert sum(r["attempts"] for r in rows) == lines.count("reserved")
@@ -92,7 +96,8 @@ def test_kill_9_loses_nothing_that_was_said_to_be_reserved(tmp_path):
     worker = start_worker(path, 1e6, 10**6)
     heard = [worker.stdout.readline().strip() for _ in range(60)]
     os.kill(worker.pid, signal.SIGKILL)
-    heard += worker.communicate()[0].split()
+    heard += worker.stdout.read().split()
+    worker.communicate()
     rows = Ledger(path).account().values()
     attempts, settled = sum(r["attempts"] for r in rows), sum(r["tokens"] for r in rows) // 7
     assert heard.count("reserved") <= attempts <= heard.count("reserved") + 3
@@ -180,6 +185,12 @@ def test_a_full_disk_raises_and_is_said_once_and_leaves_the_account_whole(tmp_pa
     for _ in range(3):
         with pytest.raises(LedgerError, match="full"):
             ledger.put("k", {"text": "x" * 100_000, "usage": {}})
+    ledger._db.execute("PRAGMA query_only = 1")
+    with pytest.raises(LedgerError, match="readonly"):
+        ledger.reserve("a", 0.5)
+    ledger._db.execute("PRAGMA query_only = 0")
+    with pytest.raises(TypeError):
+        ledger.put("k", {"text": object()})
     assert len(caplog.records) == 1
     assert ledger.account()["a"]["held_usd"] == 0.5
 

@@ -29,7 +29,7 @@ def words(text):
     return len(text.split())
 
 
-def make_pool(server, *, ledger=None, timeout_s=5.0, **fields):
+def make_pool(server, *, ledger=None, timeout_s=20.0, **fields):
     """A pool of one candidate, A, alias Ann, at USD 2 per 1M output tokens and .5 per 1M prompt tokens."""
     fields = {"name": "A", "aliases": ("Ann",), "model": "model-a", "price": 2.0, "price_in": 0.5} | fields
     candidate = Candidate(base_url=server.url, **fields)
@@ -112,14 +112,14 @@ def test_eight_calls_answered_in_reverse_order_come_back_to_their_callers():
 
     def before(number):
         arrived.release()
-        turns[number + 1].wait(5)
+        turns[number + 1].wait(20)
         turns[number].set()
 
     with FaultServer(before=before) as server, ThreadPoolExecutor(8) as threads:
         pool = make_pool(server)
         replies = [threads.submit(pool.ask, "A", f"question {n}") for n in range(8)]
         for _ in range(8):
-            assert arrived.acquire(timeout=5)
+            assert arrived.acquire(timeout=20)
         turns[8].set()
         assert [r.result().text for r in replies] == [f"The answer to question {n}" for n in range(8)]
 
@@ -147,7 +147,7 @@ def test_each_fault_has_its_status_its_tries_and_its_place_in_the_account(kind):
     free replies, unknown outcomes as unbilled. Worst case by hand: 512 x 2 + bytes of the request x .5."""
     hang = kind in HANGS
     with FaultServer(lambda number: kind) as server:
-        pool = make_pool(server, timeout_s=0.25 if hang else 5.0)
+        pool = make_pool(server, timeout_s=0.6 if hang else 20.0)
         start = time.monotonic()
         reply = pool.ask("A", "q?")
         took = time.monotonic() - start
@@ -155,7 +155,7 @@ def test_each_fault_has_its_status_its_tries_and_its_place_in_the_account(kind):
     assert (reply.status, reply.faulted, len(server.requests)) == (FAULTS[kind], True, tries)
     assert (reply.tokens, reply.cost, reply.candidate) == (0, 0.0, "A")
     assert reply.text.startswith("No reply") and "secret" not in reply.text and len(reply.text) < 60
-    assert 0.25 <= took < 1.0 if hang else took < 2.0
+    assert (0.6 if hang else 0.0) <= took < 10.0
     account = pool.ledger.account()["A"]
     worst = 1e-6 * (512 * 2.0 + len(json.dumps(server.requests[0]["body"])) * 0.5)
     unknown = kind in UNREADABLE | UNKNOWN_RETRIED | HANGS or kind == "huge"
@@ -189,7 +189,7 @@ def test_retry_after_is_waited_for_and_no_longer(form):
     with FaultServer(["429:1" if form == "seconds" else f"429:{date}", "ok"]) as server:
         assert make_pool(server).ask("A", "q?").status == "ok"
     first, second = (request["at"] for request in server.requests)
-    assert 0.95 <= second - first < 2.5
+    assert 0.95 <= second - first < 10.0
 
 
 @pytest.mark.parametrize("value", ["60", "9" * 400, "Fri, 31 Dec 9999 23:59:59 GMT"])
@@ -198,7 +198,7 @@ def test_retry_after_beyond_the_deadline_ends_the_call_at_once(value):
     with FaultServer([f"429:{value}"]) as server:
         start = time.monotonic()
         assert make_pool(server).ask("A", "q?").status == "http_429"
-    assert len(server.requests) == 1 and time.monotonic() - start < 1.0
+    assert len(server.requests) == 1 and time.monotonic() - start < 10.0
 
 
 @pytest.mark.parametrize("value", ["-5", "nan", "soon", "Wed, 99 Foo 99999999999 99:99:99 GMT", "1e9"])
@@ -210,12 +210,26 @@ def test_a_senseless_retry_after_is_a_plain_back_off(value):
 
 
 def test_one_deadline_covers_all_tries():
-    """Caught: a timeout that starts anew with each try."""
-    with FaultServer(lambda number: "429:0" if number < 2 else "timeout") as server:
-        pool = make_pool(server, timeout_s=0.4)
-        start = time.monotonic()
-        assert pool.ask("A", "q?").status == "timeout"
-    assert time.monotonic() - start < 0.8
+    """Caught: a timeout that starts anew with each try. Of tries of .1 s each, .35 s holds three."""
+    with FaultServer(lambda number: "429", before=lambda number: time.sleep(0.1)) as server:
+        candidate = Candidate("A", 1.0, model="a", base_url=server.url)
+        pool = Pool([candidate], words, timeout_s=0.35, tries=30, backoff_s=1e-9)
+        assert pool.ask("A", "q?").status in ("http_429", "timeout")
+    assert 1 <= len(server.requests) <= 4
+
+
+def test_a_hang_leaves_no_thread_behind_for_long():
+    """Caught: an outage that ends in thousands of threads, each reading a byte a second."""
+    before = threading.active_count()
+    with FaultServer(lambda number: "drip") as server:
+        pool = make_pool(server, timeout_s=0.1)
+        assert [pool.ask("A", f"q{n}").status for n in range(3)] == ["timeout"] * 3
+        deadline = time.monotonic() + 10
+        while (
+            threading.active_count() > before + 1 and time.monotonic() < deadline
+        ):  # one is the server's own
+            time.sleep(0.02)
+        assert threading.active_count() <= before + 1
 
 
 BODIES = [
@@ -296,7 +310,12 @@ def test_a_cached_reply_bills_nothing_and_costs_the_same(tmp_path):
         for change in ({"max_tokens": 9}, {"model": "Ann"}, {"extra": {"seed": 1}}):
             assert not make_pool(server, ledger=pool.ledger, **change).ask("A", "q?").cached
         assert not pool.ask("A", "q").cached
-    assert len(server.requests) == 5
+        extra = {"seed": 2, "top_p": 1.0}
+        make_pool(server, ledger=pool.ledger, extra=extra).ask("A", "q?")
+        assert (
+            make_pool(server, ledger=pool.ledger, extra=dict(reversed(extra.items()))).ask("A", "q?").cached
+        )
+    assert len(server.requests) == 6
 
 
 def test_faults_and_samples_are_not_cached():
@@ -372,15 +391,16 @@ def test_the_key_is_sent_and_found_nowhere_else(tmp_path, monkeypatch, caplog, c
     netrc.write_text("machine 127.0.0.1 login wrong password wrong")
     monkeypatch.setenv("NETRC", str(netrc))
     ledger = Ledger(tmp_path / "l.sqlite")
-    said = []
+    said, sent = [], 0
     with caplog.at_level(logging.DEBUG):
         for kind in ["ok", "hidden", "429:0", *FAULTS]:
             with FaultServer(lambda number, kind=kind: kind) as server:
-                options = {"ledger": ledger, "timeout_s": 0.2 if kind in HANGS else 5.0}
+                options = {"ledger": ledger, "timeout_s": 0.2 if kind in HANGS else 20.0}
                 pool = make_pool(server, api_key_env="SOME_API_KEY", **options)
                 said.append(repr((pool.ask("A", kind), pool.candidates, vars(pool))))
-            assert server.requests[0]["headers"]["Authorization"] == f"Bearer {KEY}"
-            assert sum(KEY in json.dumps(r["body"]) for r in server.requests) == 0
+            assert all(r["headers"]["Authorization"] == f"Bearer {KEY}" for r in server.requests)
+            assert not any(KEY in json.dumps(r["body"]) for r in server.requests)
+            sent += len(server.requests)
         monkeypatch.setenv("SOME_API_KEY", "bad\u20acTokén" + KEY)
         with FaultServer() as server:
             said.append(repr(make_pool(server, api_key_env="SOME_API_KEY").ask("A", "q?")))
@@ -395,7 +415,7 @@ def test_the_key_is_sent_and_found_nowhere_else(tmp_path, monkeypatch, caplog, c
     ledger.close()
     files = b"".join(p.read_bytes() for p in tmp_path.iterdir() if p.name.startswith("l.sqlite"))
     everything = "".join([*said, caplog.text, out, err]) + files.decode("latin-1")
-    assert len(everything) > 10_000
+    assert len(everything) > 10_000 and sent > 20
     assert KEY not in everything and "0123456789" not in everything
 
 
