@@ -1,7 +1,7 @@
 """Make the tiny base of the miniature world: `python minirouter/assets/tiny/make.py --seed 0 --out DIR`.
 
 Like an instruct model it is to know the form and to read descriptors, but not whom to ask, nor when to ask
-twice. First a dense look-up drill, then demonstrations. About six minutes on one core, and the same bits each
+twice. First a dense look-up drill, then demonstrations. About four minutes on one core, and the same bits each
 time on the same machine.
 """
 
@@ -118,8 +118,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, shown: Shown, show_prices: bool) 
 
 
 def look_up_drill(rng: random.Random, lines: int, names: Sequence[str], choose: bool = False) -> Shown:
-    """A pool of distinct descriptors, then "ask DESCRIPTOR NAME" twice as often. The names are learnt, and with
-    `choose` the descriptors too, at random: to announce only what the pool has."""
+    """A pool of distinct descriptors, then "ask DESCRIPTOR NAME" twice as often. The names are learnt and,
+    with `choose`, the descriptors too, at random: to announce only what the pool has."""
     words = rng.sample(world.DESCRIPTORS, lines)
     drawn = zip(rng.sample(names, lines), words, strict=True)
     pool = world.SimulatedPool(tuple(Candidate(name, rng.randint(1, 9), word) for name, word in drawn))
