@@ -22,13 +22,11 @@ import torch
 from bitsandbytes.nn import Linear4bit
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedConfig
 
-TINY = Path(__file__).parent / "assets" / "tiny"  # the base that ships with the package
-
 
 def model_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of "tiny", of a folder or of a name on the hub. ValueError if there is none."""
+    """The configuration of a model in a folder or on the hub. ValueError, one line, if there is none."""
     try:
-        return AutoConfig.from_pretrained(_place(path), trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot load the model {path}: {_one_line(error)}") from None
 
@@ -60,9 +58,9 @@ def load_model(
         bnb_4bit_compute_dtype=dtype,
     )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(_place(path), trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         model = AutoModelForCausalLM.from_pretrained(
-            _place(path),
+            path,
             dtype=dtype,
             device_map={"": device},
             quantization_config=quantise if load_in_4bit else None,
@@ -101,13 +99,9 @@ def keep_4bit_layout(model: torch.nn.Module) -> None:
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """Every token that ends an episode: those of the generation config (several for Qwen, Llama) and eos."""
     ends: set[int] = set()
-    for ids in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+    for ids in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
         ends.update([] if ids is None else [ids] if isinstance(ids, int) else ids)
     return frozenset(ends)
-
-
-def _place(path: str) -> str:
-    return str(TINY) if path == "tiny" else path
 
 
 def _one_line(error: Exception) -> str:
