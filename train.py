@@ -163,7 +163,8 @@ def setup(config: Config) -> Run:
         if Path(path).is_file():
             shutil.copy(path, folder / name)
     if config.sft_steps:
-        warm_start(router, task, questions, config.sft_steps, config.seed)
+        losses = warm_start(router, task, questions, config.sft_steps, config.sft_lr, config.seed)
+        tqdm.write(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token")
     return run
 
 

@@ -20,7 +20,17 @@ PRESETS = Path(__file__).parent.parent / "configs"
 POSITIVE = (
     *("max_calls", "turn_tokens", "reply_tokens", "total_tokens", "slots", "timeout_s"),
     *("steps", "batch", "minibatch", "samples_per_question", "ppo_epochs", "max_tokens_per_pack", "lora_r"),
-    *("lr", "critic_lr", "clip", "value_clip", "max_grad_norm", "max_bad_steps", "save_every", "keep_last"),
+    *(
+        "lr",
+        "critic_lr",
+        "sft_lr",
+        "clip",
+        "value_clip",
+        "max_grad_norm",
+        "max_bad_steps",
+        "save_every",
+        "keep_last",
+    ),
 )
 NOT_NEGATIVE = (
     *("questions", "sft_steps", "eval_every", "eval_questions", "print_every", "seed"),
@@ -97,6 +107,7 @@ class Config:
     gradient_checkpointing: bool = knob(True, "compute activations again in the backward pass")
     max_tokens_per_pack: int = knob(16384, "memory knob of the update: tokens of one forward pass")
     sft_steps: int = knob(0, "supervised warm start on demonstrations of the protocol, steps")
+    sft_lr: float = knob(3e-4, "learning rate of the warm start")
     # the run
     seed: int = knob(0, "seeds everything")
     run_dir: str | None = knob(None, "run folder; default runs/PRESET-SEED-DATE")

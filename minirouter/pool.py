@@ -46,16 +46,15 @@ FORMS = {  # text fields that have a form of their own
     "base_url": (r"https?://[^\s@?#]+", "an http(s) address without credentials or query"),
     "api_key_env": (r"[A-Z][A-Z0-9_]*", "the NAME of an environment variable, in capitals"),
 }
+REQUIRED = ("name", "model", "base_url", "price")  # a simulated pool needs no endpoint
 OURS = ("model", "messages", "temperature", "max_tokens", "max_completion_tokens", "stream", "n")
 WORD = re.compile(r"\d{4}-\d\d-\d\d|q\d\w*|[a-z0-9]+(?:\.\d+)*")  # of a model's name; a date is one word
 ADDED = re.compile(r"\d{4}[-\d]*|v\d[.\d]*|latest|free|meta|hf|gguf|awq|gptq|b?fp?(8|16)|int[48]|q\d\w*")
 
 
 class Pool:
-    """Candidates behind HTTP endpoints, in the order shown to the router. Thread-safe.
-
-    `count_tokens(text) -> int` is the router's tokenizer; `timeout_s` the deadline of a whole call.
-    """
+    """Candidates behind HTTP endpoints, in the order shown to the router. Thread-safe. `count_tokens` is the
+    router's tokenizer, `timeout_s` the deadline of a whole call."""
 
     instant = False  # a call takes time: the rollout asks from a thread
 
@@ -244,7 +243,7 @@ def chat_url(base_url: str) -> str:
     return f"{base}{'' if versioned else '/v1'}/chat/completions"
 
 
-def read_pool_file(path: str | Path) -> list[Candidate]:
+def read_pool_file(path: str | Path, required: tuple[str, ...] = REQUIRED) -> list[Candidate]:
     """The candidates of a YAML list of mappings. Raises ValueError, one line naming file and entry."""
     try:
         entries = yaml.safe_load(Path(path).read_bytes())
@@ -258,7 +257,7 @@ def read_pool_file(path: str | Path) -> list[Candidate]:
         raise ValueError(f"{where}: not plain YAML ({problem})") from None
     if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in entries):
         raise ValueError(f"{path}: a pool file is a list of candidates, each a mapping of fields")
-    candidates = [_candidate(entry, f"{path}: entry {n}") for n, entry in enumerate(entries, 1)]
+    candidates = [_candidate(entry, f"{path}: entry {n}", required) for n, entry in enumerate(entries, 1)]
     folded = [fold(name) for c in candidates for name in (c.name, *c.aliases)]
     for name in folded:
         if folded.count(name) > 1:
@@ -266,11 +265,11 @@ def read_pool_file(path: str | Path) -> list[Candidate]:
     return candidates
 
 
-def _candidate(entry: dict, where: str) -> Candidate:
+def _candidate(entry: dict, where: str, required: tuple[str, ...]) -> Candidate:
     entry = {key: value for key, value in entry.items() if value is not None}
     where += f" ({entry['name']})" if not _problem("name", entry.get("name")) else ""
     known = [f.name for f in fields(Candidate)]
-    for key in (*entry, "name", "model", "base_url", "price"):
+    for key in (*entry, *required):
         if key not in known:
             nearest = difflib.get_close_matches(str(key), known, 1, cutoff=0.0)[0]
             raise ValueError(f"{where}: unknown field {str(key)[:40]!r}, did you mean {nearest!r}?")

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from minirouter import tags
-from minirouter.trajectory import Question
+from minirouter.packing import micro_batches, pack
+from minirouter.trajectory import Question, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,3 +119,42 @@ def supervised_steps(
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimiser.step()
         yield loss.item()
+
+
+def warm_start(
+    router: Any,
+    task: Any,
+    questions: Sequence[Question],
+    steps: int,
+    lr: float,
+    seed: int,
+    batch: int = 8,
+    max_tokens: int = 8192,
+) -> list[float]:
+    """Teach the policy adapter the form of the protocol; a frozen copy of the result becomes the reference.
+
+    `steps` steps on `batch` episodes each of `protocol_demonstrations`, by the packed forward pass of the
+    update: the loss is minus the mean log-prob of what the router is to write. -> loss of each step, nats.
+    """
+    shown = []
+    for question, segments in protocol_demonstrations(
+        questions, task.pool, steps * batch, seed, task.info_tag
+    ):
+        prompt = task.prompts([question])[0]
+        ids, learnt = encode_segments(router.tokenizer, prompt, segments)
+        shown.append(Trajectory(len(prompt), ids, learnt, [None] * len(ids)))
+    optimiser = torch.optim.AdamW(router.parameters("policy"), lr=lr, weight_decay=0.01)
+    losses = []
+    for start in range(0, len(shown), batch):
+        chosen = shown[start : start + batch]
+        learnt = sum(len(t.actions) for t in chosen)
+        losses.append(0.0)
+        for rows in micro_batches(chosen, max_tokens):
+            loss = -router.logp(pack([chosen[i] for i in rows]))[0].sum() / learnt
+            loss.backward()
+            losses[-1] += loss.item()
+        torch.nn.utils.clip_grad_norm_(router.parameters("policy"), 1.0)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+    router.freeze_reference()
+    return losses

@@ -26,7 +26,7 @@ def open_pool(pool: str, data: str, tokenizer: Any, timeout_s: float = 60.0) -> 
     if pool in ("drawn", "full"):
         return pool
     if data == "world":
-        return world.SimulatedPool(tuple(read_pool_file(pool)))
+        return world.SimulatedPool(tuple(read_pool_file(pool, ("name", "price", "descriptor"))))
 
     def count_tokens(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))
