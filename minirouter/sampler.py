@@ -2,8 +2,9 @@
 
 Knows ids only, no text. Every row has a length of its own: new keys and values are written at the row's own
 next column, and rotary positions are counted per row, so there is no left padding and there are no holes.
-The common prefix of all prompts is computed once. A row is fed each id once: a reply is one chunk on top of
-what is cached. The reference implementation encodes and prefills the whole context again at every turn.
+The common prefix of all prompts is computed and kept once. A row is fed each id once: a reply is one chunk
+on top of what is cached. The reference implementation encodes and prefills the whole context again at every
+turn.
 
 Shape letters: S slots, R rows of one forward pass, T new ids a row, C cached columns, H heads, D head size,
 V vocabulary.
@@ -14,57 +15,99 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 Draw = tuple[int, float]  # token id, its log-prob in nats
 
 
 class RaggedCache:
-    """Keys and values of S rows, preallocated, written in place; the cache interface that transformers
-    expects.
+    """Keys and values of S rows, preallocated and written in place, behind those of a prefix that all rows
+    share, which are kept once. The cache interface that transformers expects.
     """
 
-    def __init__(self, slots: int, capacity: int) -> None:
+    def __init__(self, slots: int, capacity: int, prefix: RaggedCache | None = None) -> None:
+        """`prefix` is a cache of one row, full but for its last column."""
         self.slots = slots
         self.capacity = capacity
         self.layers: list[
             tuple[torch.Tensor, torch.Tensor]
         ] = []  # (S, H, C, D) each, made by the first update
+        self.prefix = [(k[:, :, :-1], v[:, :, :-1]) for k, v in prefix.layers] if prefix else []
+        self.apart = False  # True: the attention of the next forward pass reads the prefix by itself
 
-    def aim(self, start: int, positions: torch.Tensor, columns: int) -> None:
-        """Say where the next forward pass writes: rows from `start`, at `positions` (R, T); it reads C =
+    def aim(self, start: int, places: torch.Tensor, columns: int) -> None:
+        """Say where the next forward pass writes: rows from `start`, at columns `places` (R, T); it reads C =
         `columns`.
         """
-        self.rows = slice(start, start + positions.shape[0])
-        self.index = torch.arange(start, start + positions.shape[0], device=positions.device)[:, None]
-        self.positions = positions
+        self.rows = slice(start, start + places.shape[0])
+        self.index = torch.arange(start, start + places.shape[0], device=places.device)[:, None]
+        self.places = places
         self.columns = columns
+        self.apart = False
 
     def update(self, k: torch.Tensor, v: torch.Tensor, layer_idx: int, *_: Any, **__: Any):
-        """Write (R, H, T, D) new keys and values, return views of (R, H, C, D) live ones."""
+        """Write (R, H, T, D) new keys and values, return all live ones, (R, H, prefix + C, D) each; views of
+        (R, H, C, D) if the prefix is read apart.
+        """
         if layer_idx == len(self.layers):
             shape = (self.slots, k.shape[1], self.capacity, k.shape[3])
             # zeros, not empty: a masked column still takes part in 0 * value
             self.layers.append((k.new_zeros(shape), v.new_zeros(shape)))
-        keys, values = self.layers[layer_idx]
-        keys[self.index, :, self.positions] = k.transpose(1, 2)
-        values[self.index, :, self.positions] = v.transpose(1, 2)
-        return keys[self.rows, :, : self.columns], values[self.rows, :, : self.columns]
+        live = []
+        for part, (tensor, new) in enumerate(zip(self.layers[layer_idx], (k, v), strict=True)):
+            tensor[self.index, :, self.places] = new.transpose(1, 2)
+            own = tensor[self.rows, :, : self.columns]
+            if self.prefix and not self.apart:
+                common = self.prefix[layer_idx][part]
+                own = torch.cat([common.expand(len(own), -1, -1, -1), own], dim=2)
+            live.append(own)
+        return live
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Asked by some models for default positions; ours are always explicit."""
         return 0
 
-    def spread(self, columns: int) -> None:
-        """Copy the first `columns` of row 0 to all rows."""
+    def swap(self, i: int, j: int, columns: int) -> None:
+        """Exchange the first `columns` of rows i and j."""
         for tensor in (t for layer in self.layers for t in layer):
-            tensor[1:, :, :columns] = tensor[:1, :, :columns]
+            kept = tensor[i, :, :columns].clone()
+            tensor[i, :, :columns] = tensor[j, :, :columns]
+            tensor[j, :, :columns] = kept
 
-    def swap(self, i: int, j: int, first: int, last: int) -> None:
-        """Exchange rows i and j from column `first` up to `last`."""
-        for tensor in (t for layer in self.layers for t in layer):
-            kept = tensor[i, :, first:last].clone()
-            tensor[i, :, first:last] = tensor[j, :, first:last]
-            tensor[j, :, first:last] = kept
+
+def shared_prefix_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    shared: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one new id a row to a prefix that all rows share, `shared` (one row), and to own columns.
+
+    Reading the prefix once, for the queries of all rows together, is a product of matrices; reading a copy
+    of it for each row would be bound by memory. query (R, heads, 1, D), key and value (R, H, C, D),
+    attention_mask (R, 1, 1, prefix + C), added. Without `shared` this is the attention of the library.
+    """
+    if shared is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    common_key, common_value = (t[0] for t in shared[module.layer_idx])  # (H, P, D)
+    rows, size = len(query), common_key.shape[1]
+    query = (query * (scaling or query.shape[-1] ** -0.5)).view(rows, key.shape[1], -1, query.shape[-1])
+
+    def fold(x: torch.Tensor) -> torch.Tensor:  # (R, H, G, ...) -> (H, R * G, ...), G query heads a key head
+        return x.transpose(0, 1).flatten(1, 2)
+
+    def unfold(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(1, (rows, -1)).transpose(0, 1)
+
+    scores = [unfold(fold(query) @ common_key.transpose(1, 2)), query @ key.transpose(2, 3)]
+    scores = torch.cat(scores, dim=-1) + attention_mask  # (R, H, G, P + C)
+    p = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    out = unfold(fold(p[..., :size]) @ common_value) + p[..., size:] @ value  # (R, H, G, D)
+    return out.flatten(1, 2)[:, None], None  # (R, 1, heads, D)
 
 
 def draw(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float, top_p: float = 1.0):
@@ -115,14 +158,14 @@ class Sampler:
         self.router = router
         self.temperature = temperature
         self.top_p = top_p
-        self.prefix = len(prefix)
-        # One column more than needed: padding of ragged chunks is written there and never read
-        self.cache = RaggedCache(slots, capacity + 1)
         self.keys: list[Any] = []  # row -> key
-        self.lengths: list[int] = []  # row -> cached ids
+        self.lengths: list[int] = []  # row -> cached ids behind the prefix
+        # One column more than needed: padding of ragged chunks is written there and never read
+        self.prefix, self.cache = 0, RaggedCache(1, len(prefix) + 1)
         if prefix:
             self._forward(0, [prefix], [0])
-            self.cache.spread(len(prefix))
+        self.prefix = len(prefix)
+        self.cache = RaggedCache(slots, capacity - self.prefix + 1, self.cache if prefix else None)
 
     @property
     def free(self) -> int:
@@ -145,7 +188,7 @@ class Sampler:
         for key in pending:
             if key not in self.keys:
                 self.keys.append(key)
-                self.lengths.append(self.prefix)
+                self.lengths.append(0)
         single = {key for key, ids in pending.items() if len(ids) == 1}
         chunks = pending.keys() - single
         self._bring(single, 0)
@@ -175,7 +218,7 @@ class Sampler:
         trash = self.cache.capacity - 1
         device = self.router.device
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in ids], device=device)  # (R, T)
-        positions = torch.tensor(
+        places = torch.tensor(
             [
                 list(range(n, n + len(row))) + [trash] * (width - len(row))
                 for row, n in zip(ids, lengths, strict=True)
@@ -183,10 +226,11 @@ class Sampler:
             device=device,
         )
         columns = max(n + len(row) for row, n in zip(ids, lengths, strict=True))
-        self.cache.aim(start, positions, columns)
-        mask = torch.arange(columns, device=device) <= positions[:, :, None]  # (R, T, C)
-        # `% trash` gives padding position 0: some rotary embeddings look at the largest position of the batch
-        hidden = self.router.forward_cached(tokens, positions % trash, mask[:, None], self.cache)  # (R, T, E)
+        self.cache.aim(start, places, columns)
+        mask = torch.arange(-self.prefix, columns, device=device) <= places[:, :, None]  # (R, T, prefix + C)
+        # padding gets position 0: some rotary embeddings look at the largest position of the batch
+        positions = torch.where(places < trash, places + self.prefix, 0)
+        hidden = self.router.forward_cached(tokens, positions, mask[:, None], self.cache)  # (R, T, E)
         last = torch.tensor([len(row) - 1 for row in ids], device=device)
         return hidden[torch.arange(len(ids), device=device), last]
 
@@ -203,6 +247,6 @@ class Sampler:
     def _swap(self, i: int, j: int) -> None:
         if i == j:
             return
-        self.cache.swap(i, j, self.prefix, max(self.lengths[i], self.lengths[j]))
+        self.cache.swap(i, j, max(self.lengths[i], self.lengths[j]))
         self.keys[i], self.keys[j] = self.keys[j], self.keys[i]
         self.lengths[i], self.lengths[j] = self.lengths[j], self.lengths[i]
