@@ -23,18 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import ppo
 from .packing import micro_batches, pack
-from .ppo import (
-    gae,
-    group_advantage,
-    kl,
-    masked_mean,
-    masked_var,
-    policy_loss,
-    shaped_reward,
-    value_loss,
-    whiten,
-)
 from .trajectory import Batch, Trajectory
 
 Packs = list[tuple[list[int], Batch]]  # (rows of the batch of trajectories, the same laid out)
@@ -101,23 +91,23 @@ def advantages_of(
     group, at each of its actions; there is no critic, so returns are 0.
     """
     if algo == "grpo":
-        advantages = torch.where(est.mask, group_advantage(scores, group)[:, None], 0.0)
+        advantages = torch.where(est.mask, ppo.group_advantage(scores, group)[:, None], 0.0)
         return advantages, torch.zeros_like(advantages)
-    rewards = shaped_reward(scores, kl(est.logp, est.ref_logp, "k1"), est.mask, kl_coef)
-    advantages, returns = gae(rewards, est.value, est.mask, gamma, lam)
-    return whiten(advantages, est.mask), returns
+    rewards = ppo.shaped_reward(scores, ppo.kl(est.logp, est.ref_logp, "k1"), est.mask, kl_coef)
+    advantages, returns = ppo.gae(rewards, est.value, est.mask, gamma, lam)
+    return ppo.whiten(advantages, est.mask), returns
 
 
 def action_metrics(est: Estimates, trajectories: Sequence[Trajectory], returns: Tensor) -> dict[str, float]:
     """What the estimates say of a batch before its update, means over actions."""
     drawn = [(b, a, t.logps[i]) for b, t in enumerate(trajectories) for a, i in enumerate(t.actions)]
     gaps = [abs(logp - est.logp[b, a].item()) for b, a, logp in drawn if logp is not None]
-    spread = masked_var(returns, est.mask)
-    left = masked_var(returns - est.value, est.mask)
+    spread = ppo.masked_var(returns, est.mask)
+    left = ppo.masked_var(returns - est.value, est.mask)
     tokens = sum(len(t.ids) - t.prompt_len for t in trajectories)
     return {
-        "kl": float(masked_mean(kl(est.logp, est.ref_logp, "k1"), est.mask)),
-        "entropy": float(masked_mean(est.entropy, est.mask)),
+        "kl": float(ppo.masked_mean(ppo.kl(est.logp, est.ref_logp, "k1"), est.mask)),
+        "entropy": float(ppo.masked_mean(est.entropy, est.mask)),
         "explained_variance": float(1 - left / spread) if spread > 0 else 0.0,
         "trained_share": int(est.mask.sum()) / tokens,
         "sampler_scorer_gap": max(gaps, default=0.0),
@@ -126,12 +116,8 @@ def action_metrics(est: Estimates, trajectories: Sequence[Trajectory], returns: 
 
 def per_action(est: Estimates, advantages: Tensor) -> list[dict[str, list[float]]]:
     """For the record: log-prob, value, advantage and KL of every action of each trajectory."""
-    columns = {
-        "logp": est.logp,
-        "value": est.value,
-        "advantage": advantages,
-        "kl": kl(est.logp, est.ref_logp, "k1"),
-    }
+    k1 = ppo.kl(est.logp, est.ref_logp, "k1")
+    columns = {"logp": est.logp, "value": est.value, "advantage": advantages, "kl": k1}
     return [{name: x[b][est.mask[b]].tolist() for name, x in columns.items()} for b in range(len(advantages))]
 
 
@@ -154,7 +140,7 @@ def critic_loss(
 ) -> tuple[Tensor, Tensor]:
     """Sum over the actions of a pack of the clipped squared error; nothing to report."""
     at = (rows, slice(batch.mask.shape[1]))
-    losses = value_loss(router.value(batch), est.value[at], returns[at], est.mask[at], rules.value_clip)
+    losses = ppo.value_loss(router.value(batch), est.value[at], returns[at], est.mask[at], rules.value_clip)
     return losses.sum(), torch.zeros(3)
 
 
@@ -164,8 +150,8 @@ def actor_loss(
     """Sum over the actions of a pack of clipped surrogate, KL and entropy bonus; and its `ratio_sums`."""
     at = (rows, slice(batch.mask.shape[1]))
     logp, entropy = router.logp(batch)
-    surrogate = policy_loss(logp, est.logp[at], advantages[at], est.mask[at], rules.clip)
-    penalty = rules.kl_coef * kl(logp, est.ref_logp[at], "k3") - rules.entropy_coef * entropy
+    surrogate = ppo.policy_loss(logp, est.logp[at], advantages[at], est.mask[at], rules.clip)
+    penalty = rules.kl_coef * ppo.kl(logp, est.ref_logp[at], "k3") - rules.entropy_coef * entropy
     return (surrogate + penalty).sum(), ratio_sums(logp.detach(), est.logp[at], est.mask[at], rules.clip)
 
 
