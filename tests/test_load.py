@@ -523,7 +523,7 @@ def test_a_gguf_becomes_an_ordinary_checkpoint_that_answers(tmp_path):
     ids = encode_prompt(tokenizer, "What is the capital of France?")
     out = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(out[0, len(ids) :])
-    assert tokenizer.decode(ids[-3:]) == "<|im_start|>assistant\n"
+    assert tokenizer.decode(ids).endswith("<|im_start|>assistant\n")
     assert model_config(str(tmp_path)).max_position_embeddings == 8192
 
 
