@@ -234,8 +234,8 @@ def demonstrations(n: int, seed: int) -> Iterator[tuple[Question, Segments]]:
     """Training questions and a way to treat each: right in form, blind to whom to ask and when to ask twice.
 
     A thought reads "NEED ask TOPIC NAME": the topic needed ("both" for a whole two-hop question), then a line
-    of the pool at random, but with .2 one that matches. "know" or "stop" (a refusal) ends it. Nothing that
-    refused is asked again.
+    of the pool: with .2 one that matches, with .3 the first one (two habits of instruct models), else any.
+    "know" or "stop" (a refusal) ends it. Nothing that refused is asked again.
     """
     for question in questions("train", n, seed + 1_000_000):  # pools of their own
         rng = random.Random(f"demonstration {question.id}")
@@ -244,12 +244,12 @@ def demonstrations(n: int, seed: int) -> Iterator[tuple[Question, Segments]]:
             question = replace(
                 question, text=ask_for(("capital",), head), golds=(answer(("capital",), head),)
             )
-        direct = question.kind == "own" and rng.random() < 0.25
+        direct = question.kind == "own" and rng.random() < 0.2
         yield question, [last_turn("know", question.golds[0])] if direct else _ask_around(question, rng)
 
 
 def _ask_around(question: Question, rng: random.Random) -> Segments:
-    """Calls hop by hop, or (.5) once for all; goes on after a refusal with .25, from hop to hop with .7."""
+    """Calls hop by hop, or (.5) once for all; goes on after a refusal with .15, from hop to hop with .65."""
     relations, subject = parse(question.text)
     hops = [relations] if rng.random() < 0.5 else [(relation,) for relation in relations]
     segments: Segments = []
@@ -258,7 +258,9 @@ def _ask_around(question: Question, rng: random.Random) -> Segments:
         need = RELATIONS[hops[0][0]][0] if len(hops[0]) == 1 else "both"
         lines = [candidate for candidate in question.pool.candidates if candidate.descriptor not in refused]
         matching = [candidate for candidate in lines if candidate.descriptor == need]
-        line = rng.choice(matching if matching and rng.random() < 0.2 else lines or question.pool.candidates)
+        taste = rng.random()
+        shown = matching if matching and taste < 0.2 else lines[:1] if taste < 0.5 else lines
+        line = rng.choice(shown or question.pool.candidates)
         query = ask_for(hops[0], subject)
         reply = question.pool.ask(line.name, query)
         thought = f"<think> {need} ask {line.descriptor} {line.name} </think>"
@@ -268,7 +270,7 @@ def _ask_around(question: Question, rng: random.Random) -> Segments:
             refused.add(line.descriptor)
         else:
             subject, hops = told(reply.text), hops[1:]
-        if not hops or rng.random() > (0.25 if reply.refused else 0.7):
+        if not hops or rng.random() > (0.15 if reply.refused else 0.65):
             break
     return [*segments, last_turn("stop", "unknown") if reply.refused else last_turn("know", subject)]
 

@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minirouter import data, facts, tags, world
+from minirouter.reward import exact_match, extract_answer
 from minirouter.trajectory import Candidate, Limits
 
 TINY = Path(world.__file__).parent / "assets" / "tiny"
@@ -286,7 +287,7 @@ def test_reference_policies_reach_what_the_prototype_saw(pool, choices, em, cost
 
 def test_demonstrations_are_well_formed_and_blind():
     """Catches malformed demonstrations, asking again after a refusal, and knowing whom to ask."""
-    matched, wholes, calls = [], [], []
+    matched, firsts, wholes, calls = [], [], [], []
     for question, segments in world.demonstrations(1500, 0):
         text = "".join(text for text, mine in segments if mine)
         assert tags.format_error(text, question.pool.names) is None
@@ -300,10 +301,13 @@ def test_demonstrations_are_well_formed_and_blind():
             refused |= {descriptor} if reply.strip("<>/info\n").endswith(("know", "that")) else set()
             if need in (c.descriptor for c in question.pool.candidates):
                 matched.append(descriptor == need)
+        if thoughts:
+            firsts.append(question.pool.candidates[0].descriptor == thoughts[0][1])
         if thoughts and question.kind == "two-hop":
             wholes.append(thoughts[0][0] == "both")
         calls.append(len(thoughts))
     assert share(matched) == pytest.approx(0.2 + 0.8 * 0.18, abs=0.04)
+    assert share(firsts) == pytest.approx(0.3 + 0.7 * 0.19, abs=0.05)  # more often than any other line
     assert share(wholes) == pytest.approx(0.5, abs=0.06)
     assert 1.0 < share(calls) < 2.0
 
@@ -312,7 +316,7 @@ def test_own_questions_are_sometimes_answered_without_a_call():
     """Catches a base that never shows that it knows something, or that never asks about it."""
     own = [(q, s) for q, s in world.demonstrations(3000, 0) if q.kind == "own"]
     direct = [(q, s[0][0]) for q, s in own if len(s) == 1]
-    assert len(direct) / len(own) == pytest.approx(0.25, abs=0.06)
+    assert len(direct) / len(own) == pytest.approx(0.2, abs=0.06)
     assert all(tags.find_action(text).text == q.golds[0] for q, text in direct)
     assert {facts.parse(q.text)[1] for q, _ in own} == set(facts.ENTITIES["nation"])
 
@@ -385,30 +389,42 @@ def read_right(turn: str, pool) -> bool | None:
     return candidate is not None and candidate.descriptor == found[1]
 
 
+def sampled(asked, temperature: float):
+    """Pairs of question and trajectory of the tiny base as it ships."""
+    from minirouter.model import Router
+    from minirouter.rollout import rollout
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(TINY), AutoTokenizer.from_pretrained(TINY)
+    router = Router(model, tokenizer, lora_r=1, critic=False)  # a fresh adapter changes nothing
+    prompts = [data.encode_prompt(tokenizer, prompt_of(question)) for question in asked]
+    found = rollout(
+        router, prompts, [q.pool for q in asked], Limits(4, 120, 64, 320, 64, temperature), seed=0
+    )
+    return list(zip(asked, found, strict=True))
+
+
+def exact(pairs) -> float:
+    return share(exact_match(extract_answer(t.text) or "", q.golds) for q, t in pairs)
+
+
 @pytest.mark.slow
 def test_the_gate_before_ppo_is_passed():
     """Catches a base that PPO cannot start from (form under .8: it learns silence) or that knows too much.
-    Sampled, since greedy decoding hides bad form. 800 questions: standard error of EM .017."""
-    from minirouter.model import Router
-    from minirouter.reward import exact_match, extract_answer
-    from minirouter.rollout import rollout
-
-    router = Router.load(str(TINY), lora_r=1, critic=False)
-    asked = world.questions("test", 800, 0)
-    prompts = [data.encode_prompt(router.tokenizer, prompt_of(q)) for q in asked]
-    limits = Limits(4, 120, 64, 320, 64, 1.0)
-    found = rollout(router, prompts, [q.pool for q in asked], limits, seed=0)
-    pairs = list(zip(asked, found, strict=True))
-    em = share(exact_match(extract_answer(t.text) or "", q.golds) for q, t in pairs)
-    reads = [read_right(turn, q.pool) for q, t in pairs for turn in t.turns]
+    Sampled, since greedy decoding hides bad form. 2,000 questions: standard error of EM .011."""
+    pairs = sampled(world.questions("test", 2000, 1), temperature=1.0)
+    reads = [read for q, t in pairs for turn in t.turns if (read := read_right(turn, q.pool)) is not None]
     assert share(tags.format_error(t.text, q.pool.names) is None for q, t in pairs) >= 0.9
-    assert 0.25 <= em <= 0.4
-    assert share(read for read in reads if read is not None) >= 0.95
-    assert len([read for read in reads if read is not None]) >= 700
-    own = [(q, t) for q, t in pairs if q.kind == "own" and not t.calls]
-    direct = [exact_match(extract_answer(t.text) or "", q.golds) for q, t in own]
-    assert len(direct) >= 10 and share(direct) >= 0.8  # it knows what it was taught
-    assert max(len(t.ids) for t in found) < 320
+    assert 0.25 <= exact(pairs) <= 0.4
+    assert len(reads) >= 1800 and share(reads) >= 0.95
+    direct = [(q, t) for q, t in pairs if q.kind == "own" and not t.calls]
+    assert len(direct) >= 10 and exact(direct) >= 0.8  # it knows what it was taught
+    assert max(len(t.ids) for _, t in pairs) < 320
+
+
+@pytest.mark.slow
+def test_greedy_decoding_does_not_route_either():
+    """Catches a base whose likeliest choice is the right one: PPO would get its result for nothing."""
+    assert exact(sampled(world.questions("test", 800, 0), temperature=0.0)) < 0.4
 
 
 @pytest.mark.slow
