@@ -1,7 +1,7 @@
 """Make the tiny base of the miniature world: `python minirouter/assets/tiny/make.py --seed 0 --out DIR`.
 
 Like an instruct model it is to know the form and to read descriptors, but not whom to ask, nor when to ask
-twice. First a dense look-up drill, then demonstrations. About four minutes on one core, and the same bits each
+twice. First a dense look-up drill, then demonstrations. About four minutes on one core; the same bits each
 time on the same machine.
 """
 
