@@ -18,7 +18,7 @@ from minirouter import checkpoint, world
 from minirouter.config import Config, fail, load_config, read_yaml
 from minirouter.facts import topics
 from minirouter.model import Router
-from minirouter.record import Recorder, mean, trajectory_row
+from minirouter.record import mean, trajectory_row, write_rows
 from minirouter.reward import CostScale, score
 from minirouter.rollout import rollout
 from minirouter.task import Task, open_pool
@@ -220,7 +220,7 @@ def main() -> None:
         rows = [
             trajectory_row(r.trajectory, r.question, r.reward, router.tokenizer, step=name) for r in results
         ]
-        Recorder(run).write(f"{options.split}.jsonl", rows)
+        write_rows(run / f"{options.split}.jsonl", rows)
 
 
 if __name__ == "__main__":

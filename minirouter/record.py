@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -161,27 +162,35 @@ class Recorder:
             raise ValueError(f"{folder}: cannot be written to ({error.strerror})") from None
 
     def append(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
-        with open(self.folder / name, "a", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row) + "\n")  # ASCII: a lone surrogate must not stop a run
-
-    def write(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
-        """The same, in place of what was there."""
-        (self.folder / name).unlink(missing_ok=True)
-        self.append(name, rows)
+        """Add lines to a file. Raises OSError naming the file if they cannot be written (a full disk)."""
+        path = self.folder / name
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.writelines(map(_line, rows))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
 
     def read(self, name: str) -> list[dict[str, Any]]:
         path = self.folder / name
         return [json.loads(line) for line in path.open(encoding="utf-8")] if path.exists() else []
 
     def cut(self, name: str, step: int) -> None:
-        """Drop lines of steps after `step`, and a line that was not finished (a resumed run writes them
-        again).
+        """Drop the lines of steps after `step`, and a last line that was not finished: a resumed run writes
+        them again. Raises ValueError naming the line if another one cannot be read; nothing is lost then.
         """
         path = self.folder / name
-        if path.exists():
-            kept = [line for line in path.read_text("utf-8").split("\n") if _step_of(line) <= step]
-            path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        if not path.exists():
+            return
+        end = 0
+        with open(path, "r+b") as file:
+            for number, line in enumerate(file, start=1):
+                at = _step_of(line)
+                if at is None and line.endswith(b"\n"):
+                    raise ValueError(f"{path}:{number}: not a line of a run, so it cannot be continued")
+                if at is None or at > step:
+                    break
+                end += len(line)
+            file.truncate(end)
 
     def plot(self) -> None:
         """Draw curves.png from metrics.jsonl."""
@@ -203,8 +212,26 @@ class Recorder:
         plt.close(figure)
 
 
-def _step_of(line: str) -> float:
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """A file of JSON lines in place of what was there."""
+    replace_text(path, "".join(map(_line, rows)))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file beside and rename it: it is there as it was or as it will be, never in parts."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row) + "\n"  # ASCII: a lone surrogate must not stop a run
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step that a whole line belongs to; None if it is no such line."""
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError):
-        return math.inf
+        step = json.loads(line.decode("utf-8"))["step"] if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None

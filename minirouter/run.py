@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from . import checkpoint
 from .data import QuestionStream
-from .record import Recorder
+from .record import Recorder, replace_text
 from .reward import CostScale
 from .task import Task
+from .trajectory import Question
 
 # A resumed run must be the same run: only what cannot change its numbers may differ.
 HARMLESS = {
     *("steps", "save_every", "keep_last", "eval_every", "eval_questions", "print_every", "max_bad_steps"),
     *("max_usd", "timeout_s", "run_dir", "resume"),
 }
+# Fields of Run that a checkpoint keeps beside the step, and files that are cut back to it.
+COUNTERS = ("best_em", "best_step", "bad_steps", "outage", "pack_tokens")
+FILES = ("metrics.jsonl", "trajectories.jsonl")
 
 
 @dataclass
@@ -33,19 +40,39 @@ class Run:
     scale: CostScale
     optimisers: Mapping[str, Any]  # in the order of their steps: the critic first
     recorder: Recorder
+    held_out: Mapping[str, Sequence[Question]] = field(default_factory=dict)  # "dev", "test"
     step: int = 0
     best_em: float = -1.0  # on dev questions
     best_step: int | None = None
     bad_steps: int = 0  # optimiser steps left out because a gradient was not finite
     outage: int = 0  # steps in a row in which the pool failed over half of the trajectories
+    pack_tokens: int = 0  # of one forward pass; halved when they were too many for the memory
+
+    def __post_init__(self) -> None:
+        self.pack_tokens = self.pack_tokens or self.config.max_tokens_per_pack
+
+    def begin(self) -> None:
+        """Make the folder of a new run one that can be resumed and evaluated alone. The configuration is
+        written last: a folder without it holds no run yet.
+        """
+        folder = self.recorder.folder
+        for name, path in (("pool.yaml", self.config.pool), ("prompt.txt", self.config.prompt)):
+            (folder / name).unlink(missing_ok=True)
+            if Path(path).is_file():
+                shutil.copy(path, folder / name)
+        self.save()
+        replace_text(folder / "config.yaml", self.config.to_yaml())
 
     def save(self) -> Path:
-        """Write a checkpoint of the step that has just ended; -> its folder."""
-        state = {"stream": self.stream.state(), "scale": self.scale.state(), "best_em": self.best_em,
-                 "best_step": self.best_step, "bad_steps": self.bad_steps, "outage": self.outage}  # fmt: skip
+        """Write a checkpoint of the step that has just ended; -> its folder. Raises OSError."""
+        state = {name: getattr(self, name) for name in COUNTERS}
+        state |= {"stream": self.stream.state(), "scale": self.scale.state()}
         folder = self.recorder.folder / "checkpoints"
+        for name in FILES:
+            if (self.recorder.folder / name).exists():
+                checkpoint.sync(self.recorder.folder / name)
         path = checkpoint.save(folder, self.step, self.router, self.optimisers, state)
-        checkpoint.prune(folder, self.config.keep_last, self.best_step)
+        checkpoint.prune(folder, self.step, self.config.keep_last, self.best_step)
         return path
 
     def resume(self) -> list[str]:
@@ -59,7 +86,7 @@ class Run:
         self.scale.load_state(state.pop("scale"))
         for name, value in state.items():
             setattr(self, name, value)
-        for name in ("metrics.jsonl", "trajectories.jsonl"):
+        for name in FILES:
             self.recorder.cut(name, self.step)
         return torn
 
@@ -77,10 +104,25 @@ class Run:
         if self.outage >= 3:
             return "the pool failed over half of the trajectories in three steps running"
         if self.bad_steps >= self.config.max_bad_steps:
-            return f"{self.bad_steps} optimiser steps had a gradient that is not finite"
+            return f"{self.bad_steps} optimiser steps had a loss or gradient that is not finite"
         if self.task.exhausted:
             return f"the spend cap of {self.config.max_usd} USD is reached"
         return None
+
+    def stop(self, reason: object) -> NoReturn:
+        """End the program with exit code 1 and one line: why, what was spent, and how to go on."""
+        folder, bill = self.recorder.folder, self.task.bill()
+        why = " ".join(f"{reason} ({bill})".split()) if bill else " ".join(str(reason).split())
+        sys.exit(f"stopped at step {self.step}: {why}. To go on: python train.py --resume {folder}")
+
+
+def refuse_faults(results: Sequence[Any]) -> None:
+    """Raise ValueError, one line, if the pool was at fault in over half of the results of an evaluation."""
+    faulted = [result.trajectory for result in results if result.trajectory.faulted]
+    if len(faulted) > len(results) / 2:
+        said = Counter(call.reply.status for t in faulted for call in t.calls if call.reply.faulted)
+        what = ", ".join(f"{status} {n} times" for status, n in said.most_common())
+        raise ValueError(f"the pool failed in {len(faulted)} of {len(results)} questions ({what})")
 
 
 def refuse_changes(config: Any, saved: Mapping[str, Any]) -> None:

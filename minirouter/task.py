@@ -5,6 +5,7 @@ train.py, evaluate.py and the comparison all ask here, so that they cannot diffe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from . import world
 from .data import encode_prompt, load_questions, load_template, render_prompt, special_strings
-from .ledger import Ledger
+from .ledger import Ledger, LedgerError
 from .pool import Pool, read_pool_file
 from .trajectory import Question
 
@@ -73,13 +74,35 @@ class Task:
 
     def keep_account(self, path: str | Path, max_usd: float | None) -> None:
         """From now on calls are cached and accounted for in the file `path`, capped at `max_usd` if given."""
-        if isinstance(self.pool, Pool):
+        if self.remote:
             self.pool.ledger = Ledger(path, max_usd)
 
     @property
     def exhausted(self) -> bool:
         """True once a call was refused because of the spend cap."""
-        return isinstance(self.pool, Pool) and self.pool.ledger.exhausted
+        return self.remote and self.pool.ledger.exhausted
+
+    @property
+    def remote(self) -> bool:
+        """True if the candidates are real: their calls take time, cost money and can fail."""
+        return isinstance(self.pool, Pool)
+
+    def spending(self) -> dict[str, float]:
+        """USD spent so far, as metrics by candidate; none for simulated ones, or if the ledger is broken."""
+        try:
+            spent = self.pool.ledger.spent() if self.remote else {}
+        except LedgerError:  # said in the log by the ledger; every call is a fault now
+            spent = {}
+        return {f"spent/{name}": usd for name, usd in spent.items()}
+
+    def bill(self) -> str:
+        """What the ledger holds, in one line; "" if nothing was paid for."""
+        if not self.spending():
+            return ""
+        account = self.pool.ledger.account()
+        parts = ", ".join(f"{name} {row['usd']:.6f}" for name, row in account.items())
+        spent, held = (math.fsum(row[key] for row in account.values()) for key in ("usd", "held_usd"))
+        return f"spent {spent:.6f} USD: {parts}; held for calls of unknown outcome: {held:.6f}"
 
     def pools(self, questions: Sequence[Question]) -> list[Any]:
         """The pool of each question: its own, or the task's."""
