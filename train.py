@@ -73,7 +73,8 @@ def train_step(run: Run) -> dict[str, float]:
         batch = [with_info_as_actions(trajectories[i]) if c.train_on_info else trajectories[i] for i in kept]
 
         # log pi, log pi_ref, V
-        est = estimate(router, batch, c.max_tokens_per_pack, critic="critic" in run.optimisers)
+        critic = "critic" in run.optimisers
+        est = estimate(router, batch, c.max_tokens_per_pack, critic, c.old_logp)
 
         # advantages
         kl_reward, kl_loss = (c.kl_coef, 0.0) if c.kl_in == "reward" else (0.0, c.kl_coef)

@@ -104,6 +104,9 @@ class Config:
     max_grad_norm: float = knob(1.0, "gradient norms are clipped to this")
     train_on_info: bool = knob(False, "ablation: treat the tokens of replies as actions")
     lora_r: int = knob(16, "rank of the adapters (alpha is twice that)")
+    old_logp: Literal["scorer", "sampler"] = knob(
+        "scorer", "log-probs before the update: scored again, or those of the draw (one forward pass saved)"
+    )
     gradient_checkpointing: bool = knob(True, "compute activations again in the backward pass")
     max_tokens_per_pack: int = knob(16384, "memory knob of the update: tokens of one forward pass")
     sft_steps: int = knob(0, "supervised warm start on demonstrations of the protocol, steps")

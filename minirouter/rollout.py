@@ -127,7 +127,7 @@ def rollout(
             trajectory.finish = "total_tokens"
     running = [episode for episode in episodes if not episode.trajectory.finish]
     if running:
-        with ThreadPoolExecutor(max_workers=limits.slots) as threads:
+        with ThreadPoolExecutor(max_workers=2 * limits.slots) as threads:
             _run(router, running, limits, speech, threads)
     return [episode.trajectory for episode in episodes]
 
@@ -135,12 +135,15 @@ def rollout(
 def _run(
     router: Any, episodes: list[Episode], limits: Limits, speech: Speech, threads: ThreadPoolExecutor
 ) -> None:
-    """Advance all episodes to their ends, at most `slots` of them at a time."""
+    """Advance all episodes to their ends. A new one starts while fewer than `slots` can go on; as many again
+    may wait for replies, with a row of the cache each, so that waiting leaves nobody idle.
+    """
     prompts = [episode.unseen for episode in episodes]
     prefix = common_prefix(prompts, longest=min(map(len, prompts)) - 1)
-    slots = min(limits.slots, len(episodes))
+    waits = not all(episode.pool.instant for episode in episodes)
+    rows = min(limits.slots * (2 if waits else 1), len(episodes))
     sampler = Sampler(
-        router, slots, limits.total_tokens, prompts[0][:prefix], limits.temperature, limits.top_p
+        router, rows, limits.total_tokens, prompts[0][:prefix], limits.temperature, limits.top_p
     )
     for episode in episodes:
         episode.unseen = episode.unseen[prefix:]
@@ -148,16 +151,16 @@ def _run(
     live: set[int] = set()  # episodes that can go on
     calls: dict[int, Future[Call]] = {}  # episodes that wait for a reply
     while queue or live or calls:
-        while queue and len(live) + len(calls) < slots:
+        while queue and len(live) < limits.slots and len(live) + len(calls) < rows:
             live.add(queue.popleft())
+        if not live:
+            wait(calls.values(), return_when=FIRST_COMPLETED)
         pending = {i: episodes[i].unseen for i in sorted(live)}
         draws = sampler.advance(pending, {i: episodes[i].rng.random() for i in pending}) if pending else {}
         for i, (token, logp) in draws.items():
             if action := episodes[i].take(token, logp, speech, limits):
                 calls[i] = _submit(threads, episodes[i].pool, action)
         live -= calls.keys()
-        if not live:
-            wait(calls.values(), return_when=FIRST_COMPLETED)
         for i in [i for i, call in calls.items() if call.done()]:
             episodes[i].hear(calls.pop(i).result(), speech, limits)
             live.add(i)

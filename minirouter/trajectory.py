@@ -83,7 +83,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Limits:
-    """Budgets of a rollout. Tokens are the router's; `slots` is how many trajectories are decoded at once."""
+    """Budgets of a rollout. Tokens are the router's. `slots` is how many trajectories are decoded at once; with
+    a pool that takes time, as many again may wait for replies.
+    """
 
     max_calls: int
     turn_tokens: int

@@ -479,3 +479,27 @@ def test_sampled_log_probs_are_the_scored_ones(temperature):
         assert all(math.isfinite(x) for x in drawn)
         assert logp[b, : len(drawn)].tolist() == pytest.approx(drawn, abs=1e-4)
     assert temperature == 0 or sum(len(t.calls) for t in ts) > 5
+
+
+def test_a_row_that_waits_for_a_reply_leaves_its_slot_to_the_next_question():
+    """Catches a slot that stands idle while its row waits: with one slot, the second question is begun, and
+    no third (a cache of two rows a slot)."""
+    prompts = [PROMPT[:-1] + encode(c) for c in "abc"]
+    rows = [p + encode(CALL) + encode(INFO) + encode(ANSWER) for p in prompts]
+    follow, begun, at_once = plans(*rows), set(), []
+
+    class Slow(EchoPool):
+        def ask(self, name, query):
+            give_up = time.monotonic() + 20
+            while len(begun) < 2 and time.monotonic() < give_up:
+                time.sleep(0.001)
+            at_once.append(len(begun))
+            return super().ask(name, query)
+
+    def watch(seen):
+        begun.update(i for i, prompt in enumerate(prompts) if seen[: len(prompt)] == prompt)
+        return follow(seen)
+
+    ts = rollout(ScriptedRouter(watch), prompts, Slow(instant=False), limits(slots=1), seed=0)
+    assert [t.ids for t in ts] == rows
+    assert at_once[0] == 2

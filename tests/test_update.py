@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scripted import random_ids, random_router, spoken
+from scripted import EchoPool, limits, random_ids, random_router, spoken
 from torch import tensor
 
 from minirouter import update as module
 from minirouter.packing import pack
+from minirouter.rollout import rollout
 from minirouter.trajectory import Batch, Call, Reply, Trajectory
 from minirouter.update import (
     Estimates,
@@ -532,3 +533,55 @@ def test_batches_are_never_changed_in_place():
     assert torch.equal(kept[0], advantages) and torch.equal(kept[1], returns)
     assert isinstance(batch, Batch) and torch.equal(ids, batch.input_ids)
     assert scores.tolist() == [1.0, 0.0, -1.0, 0.5]
+
+
+def drawn_by(router, n: int = 5) -> list[Trajectory]:
+    """Trajectories of a rollout with calls, log-probs as they were recorded at the draw."""
+    rng = random.Random(3)
+    common = random_ids(rng, 20)
+    prompts = [common + random_ids(rng, 1 + i) for i in range(n)]
+    budgets = limits(turn_tokens=25, total_tokens=200, slots=3, temperature=router.temperature)
+    return rollout(router, prompts, EchoPool(), budgets, seed=0)
+
+
+def counted(router, monkeypatch) -> list[str]:
+    """The role of each scoring pass from now on."""
+    passes: list[str] = []
+    logp = router.logp
+    monkeypatch.setattr(router, "logp", lambda batch: (logp(batch), passes.append(router.role))[0])
+    return passes
+
+
+def test_log_probs_of_the_draw_stand_for_those_of_the_policy_and_save_its_pass(monkeypatch):
+    """Catches recorded log-probs in other columns or rows, at another temperature, and a pass that is not
+    saved."""
+    router = random_router(temperature=0.7)
+    ts = drawn_by(router)
+    packs = len(packs_of(ts, range(len(ts)), 60))
+    scored = estimate(router, ts, 60, critic=True)
+    passes = counted(router, monkeypatch)
+    drawn = estimate(router, ts, 60, critic=True, old_logp="sampler")
+    assert packs > 2
+    assert (passes.count("policy"), passes.count("reference")) == (1, packs)
+    assert torch.allclose(drawn.logp, scored.logp, atol=1e-5)
+    assert 0 < drawn.scored.sum() < drawn.mask.sum()
+    assert torch.equal(drawn.entropy[drawn.scored], scored.entropy[drawn.scored])
+    returns = torch.zeros_like(drawn.logp)
+    found = action_metrics(drawn, ts, returns)
+    assert found["entropy"] == pytest.approx(float(scored.entropy[drawn.scored].mean()))
+    assert 0 < found["sampler_scorer_gap"] < 1e-5
+
+
+@pytest.mark.parametrize("fault", [2 * module.GAP_LIMIT, None])
+def test_log_probs_of_the_draw_that_are_off_or_missing_are_scored_again(fault, monkeypatch):
+    """Catches trust in a draw by other weights or another precision, and None taken for a number."""
+    router = random_router()
+    ts = drawn_by(router)
+    for t in ts:
+        for i in t.actions:
+            t.logps[i] = None if fault is None else t.logps[i] + fault
+    passes = counted(router, monkeypatch)
+    est = estimate(router, ts, 60, critic=False, old_logp="sampler")
+    assert passes.count("policy") == len(packs_of(ts, range(len(ts)), 60))
+    assert torch.equal(est.logp, estimate(router, ts, 60, critic=False).logp)
+    assert torch.equal(est.scored, est.mask)

@@ -1,0 +1,70 @@
+"""Log-probs of actions: the head in chunks against full logits. `python -m benchmarks.head`
+
+Vocabulary 152k, 1,024 actions, hidden size 2,048, forward and backward. The peak of extra memory must be at
+most 1/8, aim 1/16, and the time at most 1.6x (three products instead of two).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from minirouter.model import chunked_head, head_rows
+from minirouter.ppo import logp_entropy
+
+from .common import alternate, compare, options, report
+
+
+def peak_bytes(work: Callable[[], Any]) -> int:
+    """The most that was allocated at once during `work`, above what was there before, by torch's profiler."""
+    activity = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity], profile_memory=True) as profile:
+        work()
+    now = most = 0
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    given = options(__doc__, argv)
+    vocab, actions, width = (300, 64, 16) if given.tiny else (152_000, 1024, 2048)
+    torch.manual_seed(0)
+    head = nn.Linear(width, vocab, bias=False).requires_grad_(False)
+    states = torch.randn(actions, width)
+    ids = torch.randint(vocab, (actions,))
+    rows = 8 if given.tiny else head_rows(vocab)
+
+    def part(h: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return logp_entropy(head(h), i)
+
+    def full() -> torch.Tensor:
+        h = states.clone().requires_grad_()
+        head(h).log_softmax(-1).gather(1, ids[:, None]).sum().backward()
+        return h.grad
+
+    def chunked() -> torch.Tensor:
+        h = states.clone().requires_grad_()
+        chunked_head(part, h, ids, rows)[0].sum().backward()
+        return h.grad
+
+    difference = ((full() - chunked()).abs().max() / full().abs().max()).item()
+    memory = {name: peak_bytes(work) for name, work in (("full", full), ("chunked", chunked))}
+    row = compare(alternate({"chunked": chunked, "full": full}, given.rounds), "chunked", "full")
+    row |= {
+        "peak, full": f"{memory['full'] / 1e6:.0f} MB",
+        "peak, chunked": f"{memory['chunked'] / 1e6:.0f} MB",
+        "share": f"1/{memory['full'] / memory['chunked']:.1f}",
+        "gradient difference": f"{difference:.1e}",
+        "must, aim": "1/8, 1/16; at most 1.6x",
+    }
+    return report("head", given, [{"work": f"{actions} x {width} x {vocab}, chunks of {rows}"} | row])
+
+
+if __name__ == "__main__":
+    main()
