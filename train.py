@@ -13,8 +13,6 @@ router's own tokens, so that what other LLMs said is part of the state and never
 
 from __future__ import annotations
 
-import shutil
-import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -22,13 +20,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from evaluate import build, compare, evaluate, limits_of
+from evaluate import build, compare, evaluate, limits_of, own_files
 from minirouter.config import Config, fail, load_config, read_yaml
 from minirouter.data import QuestionStream
 from minirouter.record import Recorder, mean, summarise, trajectory_row, transcript
 from minirouter.reward import CostScale, score
 from minirouter.rollout import rollout
-from minirouter.run import Interrupt, Run, refuse_changes
+from minirouter.run import Interrupt, Run, refuse_changes, refuse_faults
 from minirouter.sft import warm_start
 from minirouter.update import (
     Rules,
@@ -74,7 +72,7 @@ def train_step(run: Run) -> dict[str, float]:
 
         # log pi, log pi_ref, V
         critic = "critic" in run.optimisers
-        est = estimate(router, batch, c.max_tokens_per_pack, critic, c.old_logp)
+        est = estimate(router, batch, run.pack_tokens, critic, c.old_logp)
 
         # advantages
         kl_reward, kl_loss = (c.kl_coef, 0.0) if c.kl_in == "reward" else (0.0, c.kl_coef)
@@ -85,8 +83,9 @@ def train_step(run: Run) -> dict[str, float]:
 
         # critic, then policy
         clips = (c.clip, c.value_clip, c.max_grad_norm)
-        rules = Rules(c.minibatch, c.ppo_epochs, c.max_tokens_per_pack, *clips, c.entropy_coef, kl_loss)
+        rules = Rules(c.minibatch, c.ppo_epochs, run.pack_tokens, *clips, c.entropy_coef, kl_loss)
         metrics |= update(router, run.optimisers, batch, est, advantages, returns, rules, seed)
+        run.pack_tokens = metrics["pack_tokens"]
         details = dict(zip(kept, per_action(est, advantages), strict=True))
 
     rows = [
@@ -107,16 +106,19 @@ def train_step(run: Run) -> dict[str, float]:
 def train(run: Run) -> None:
     """All steps, with evaluations, checkpoints, and the reasons to stop early."""
     c, interrupt = run.config, Interrupt()
+    if run.step >= c.steps:
+        tqdm.write(f"nothing to train: step {run.step} is done; --steps says how far to go")
     bar = tqdm(range(run.step + 1, c.steps + 1), initial=run.step, total=c.steps, unit="step")
     for run.step in bar:
         metrics = train_step(run)
         if c.eval_every and run.step % c.eval_every == 0:
-            results = evaluate(run.router, run.task, run.task.questions("dev", c.eval_questions), c)
+            results = evaluate(run.router, run.task, run.held_out["dev"], c)
             metrics |= {
                 "dev/em": mean(r.reward.em for r in results),
                 "dev/cost": mean(r.reward.cost for r in results),
             }
         run.count(metrics)
+        metrics |= run.task.spending()
         metrics["warnings"] = warnings([*run.recorder.read("metrics.jsonl"), metrics])
         for line in metrics["warnings"]:
             tqdm.write(f"warning: {line}")
@@ -124,12 +126,11 @@ def train(run: Run) -> None:
         shown = ("reward", "em", "format_rate", "calls", "cost")
         bar.set_postfix({key: f"{metrics[key]:.2f}" for key in shown})
         reason = run.reason_to_stop(interrupt.asked)
-        if reason or run.step % c.save_every == 0 or run.step == c.steps:
+        if reason or run.step in (run.best_step, c.steps) or run.step % c.save_every == 0:
             run.save()
         if reason:
             bar.close()
-            folder = run.recorder.folder
-            sys.exit(f"stopped after step {run.step}: {reason}. To go on: python train.py --resume {folder}")
+            run.stop(reason)
 
 
 def setup(config: Config) -> Run:
@@ -139,12 +140,15 @@ def setup(config: Config) -> Run:
     folder = Path(config.resume or config.run_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}-seed{config.seed}")
     if config.resume:
         refuse_changes(config, read_yaml(folder / "config.yaml"))
+        config = own_files(config, folder)
     elif (folder / "config.yaml").exists():
         raise ValueError(f"{folder} holds a run already: --resume {folder} continues it")
     router, task = build(config)
     questions = task.questions("train", config.questions)
     if not task.fitting(questions[: config.batch], config.total_tokens)[0]:
         raise ValueError(f"total_tokens {config.total_tokens} leaves no room after the prompts")
+    splits = ("dev", "test") if config.eval_every else ("test",)
+    held_out = {split: task.questions(split, config.eval_questions) for split in splits}
     pool = None if isinstance(task.pool, str) else task.pool
     stream = QuestionStream(questions, config.seed, config.shuffle_candidates, config.drop_candidates, pool)
     rates = {"critic": config.critic_lr, "policy": config.lr}
@@ -153,36 +157,37 @@ def setup(config: Config) -> Run:
         for role, lr in rates.items()
         if router.parameters(role)
     }
-    run = Run(config, router, task, stream, CostScale(), optimisers, Recorder(folder))
+    run = Run(config, router, task, stream, CostScale(), optimisers, Recorder(folder), held_out)
     task.keep_account(config.ledger or folder / "ledger.sqlite", config.max_usd)
     if config.resume:
         for message in run.resume():
             tqdm.write(f"passed over: {message}")
         return run
-    (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    for name, path in (("pool.yaml", config.pool), ("prompt.txt", config.prompt)):
-        if Path(path).is_file():
-            shutil.copy(path, folder / name)
     if config.sft_steps:
         losses = warm_start(router, task, questions, config.sft_steps, config.sft_lr, config.seed)
         tqdm.write(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token")
+    run.begin()
     return run
 
 
 def main() -> None:
     try:
         run = setup(load_config())
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         fail(error)
-    c, folder = run.config, run.recorder.folder
-    questions = run.task.questions("test", c.eval_questions)
-    before = evaluate(run.router, run.task, questions, c) if run.step == 0 else []
-    train(run)
-    after = evaluate(run.router, run.task, questions, c)
-    run.recorder.plot()
-    print(
-        f"\n{compare(before, after)}\n\n{folder}: metrics.jsonl, trajectories.jsonl, curves.png, checkpoints/"
-    )
+    c, test, before = run.config, run.held_out["test"], []
+    try:
+        if run.step == 0:
+            if run.task.remote:  # a few first, in case nobody answers; they will be in the cache
+                refuse_faults(evaluate(run.router, run.task, test[: c.slots], c))
+            before = evaluate(run.router, run.task, test, c)
+        train(run)
+        after = evaluate(run.router, run.task, test, c)
+        run.recorder.plot()
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
+        run.stop(error)
+    files = f"{run.recorder.folder}: metrics.jsonl, trajectories.jsonl, curves.png, checkpoints/"
+    print(f"\n{compare(before, after)}\n\n{files}\n{run.task.bill()}")
 
 
 if __name__ == "__main__":

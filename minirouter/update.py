@@ -198,21 +198,30 @@ def update(
 ) -> dict[str, float]:
     """Passes over the batch in minibatches of trajectories, one optimiser step of each role a minibatch.
 
-    -> metrics. An optimiser step whose gradient is not finite is left out and counted in "bad_steps".
+    -> metrics. An optimiser step whose loss or gradient is not finite is left out and counted in "bad_steps".
+    Where memory runs out, packs are halved, once, and the minibatch is done again: its gradient does not
+    depend on them. Raises torch.OutOfMemoryError if that is not enough.
     """
     sums: dict[str, list[Tensor]] = {role: [] for role in optimisers}
     norms: dict[str, list[float]] = {role: [] for role in optimisers}
+    given, size = (est, advantages, returns, rules), rules.max_tokens
     for epoch in range(rules.epochs):
         order = random.Random(f"{seed}/{epoch}").sample(range(len(trajectories)), len(trajectories))
         for start in range(0, len(order), rules.minibatch):
-            packs = packs_of(trajectories, order[start : start + rules.minibatch], rules.max_tokens)
-            actions = sum(int(batch.mask.sum()) for _, batch in packs)
+            minibatch = order[start : start + rules.minibatch]
+            packs = packs_of(trajectories, minibatch, size)
             for role, optimiser in optimisers.items():
-                for rows, batch in packs:
-                    loss, report = LOSSES[role](router, rows, batch, est, advantages, returns, rules)
-                    (loss / actions).backward()
-                    sums[role].append(report)
-                norms[role].append(_step(optimiser, router.parameters(role), rules.max_grad_norm))
+                done = _backward(router, role, packs, given)
+                if done is None and size == rules.max_tokens:
+                    size //= 2
+                    packs = packs_of(trajectories, minibatch, size)
+                    optimiser.zero_grad(set_to_none=True)
+                    done = _backward(router, role, packs, given)
+                if done is None:
+                    raise torch.OutOfMemoryError(f"packs of {size} tokens do not fit into the memory")
+                loss, reports = done
+                sums[role] += reports
+                norms[role].append(_step(optimiser, router.parameters(role), rules.max_grad_norm, loss))
     kl_sum, clipped, _ = torch.stack(sums["policy"]).sum(0).tolist()
     actions = rules.epochs * int(est.mask.sum())
     finite = {role: [n for n in norms[role] if math.isfinite(n)] for role in norms}
@@ -221,14 +230,33 @@ def update(
         "clip_fraction": clipped / actions,
         "ratio_max": max(report[2].item() for report in sums["policy"]),
         "bad_steps": sum(map(len, norms.values())) - sum(map(len, finite.values())),
+        "pack_tokens": size,
         **{f"grad_norm/{role}": sum(n) / len(n) if n else 0.0 for role, n in finite.items()},
     }
 
 
-def _step(optimiser: torch.optim.Optimizer, parameters: list[Tensor], max_norm: float) -> float:
-    """Clip, step and clear; -> the norm before clipping. A gradient that is not finite changes nothing."""
+def _backward(router: Any, role: str, packs: Packs, given: tuple) -> tuple[float, list[Tensor]] | None:
+    """Gradients of a role on a minibatch; -> its loss, and what each pack reports. None: out of memory."""
+    actions = sum(int(batch.mask.sum()) for _, batch in packs)
+    total, reports = 0.0, []
+    try:
+        for rows, batch in packs:
+            loss, report = LOSSES[role](router, rows, batch, *given)
+            (loss / actions).backward()
+            total += float(loss.detach())
+            reports.append(report)
+    except torch.OutOfMemoryError:
+        return None
+    return total / actions, reports
+
+
+def _step(optimiser: torch.optim.Optimizer, parameters: list[Tensor], max_norm: float, loss: float) -> float:
+    """Clip, step and clear; -> the norm before clipping, NaN if that or the loss is not finite: then nothing
+    changes.
+    """
     norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
-    if math.isfinite(norm):
+    good = math.isfinite(norm) and math.isfinite(loss)
+    if good:
         optimiser.step()
     optimiser.zero_grad(set_to_none=True)
-    return norm
+    return norm if good else math.nan
