@@ -149,15 +149,28 @@ def train_all(
     """
     folder.mkdir(parents=True, exist_ok=True)
     for wave in ([job for job in jobs if not job.grafted_on], [job for job in jobs if job.grafted_on]):
-        missing = [job for job in wave if not done(folder / job.name, steps)]
-        with ThreadPoolExecutor(parallel) as threads:
-            futures = {threads.submit(_train, job, folder, steps, common): job for job in missing}
-            for i, future in enumerate(as_completed(futures), start=1):
-                name = futures[future].name
-                if future.result() != 0 or not done(folder / name, steps):
-                    threads.shutdown(cancel_futures=True)  # those that run are let finish
-                    raise ValueError(f"a run failed, see {folder / name}.log")
-                say(f"run {i} of {len(missing)} finished: {name}")
+        _train_wave(
+            [job for job in wave if not done(folder / job.name, steps)], folder, steps, common, parallel, say
+        )
+
+
+def _train_wave(
+    jobs: Sequence[Job],
+    folder: Path,
+    steps: int,
+    common: Sequence[str],
+    parallel: int,
+    say: Callable[[str], None],
+) -> None:
+    """Train runs that do not need one another."""
+    with ThreadPoolExecutor(parallel) as threads:
+        futures = {threads.submit(_train, job, folder, steps, common): job for job in jobs}
+        for i, future in enumerate(as_completed(futures), start=1):
+            name = futures[future].name
+            if future.result() != 0 or not done(folder / name, steps):
+                threads.shutdown(cancel_futures=True)  # those that run are let finish
+                raise ValueError(f"a run failed, see {folder / name}.log")
+            say(f"run {i} of {len(jobs)} finished: {name}")
 
 
 def _train(job: Job, folder: Path, steps: int, common: Sequence[str]) -> int:

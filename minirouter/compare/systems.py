@@ -249,15 +249,19 @@ def by_hand(bench: Bench, questions: Sequence[Question]) -> list[Outcome]:
         relations, subject = facts.parse(question.text)
         calls: list[Call] = []
         for relation in relations if question.kind != "own" else ():
-            query = facts.ask_for((relation,), subject)
-            expert = cheapest_of(pool, facts.RELATIONS[relation][0])
-            for candidate in filter(None, (expert, dearest(question, pool))):
-                calls.append(Call(candidate.name, query, pool.ask(candidate.name, query)))
-                if not calls[-1].reply.refused:
-                    break
+            calls += _expert_first(question, pool, relation, subject)
             subject = world.told(calls[-1].reply.text)
         outcomes.append(Outcome(subject, tuple(calls)) if calls else own)
     return outcomes
+
+
+def _expert_first(question: Question, pool: Any, relation: str, subject: str) -> list[Call]:
+    """The calls for one hop: the cheapest expert if there is one, the dearest candidate if it refused."""
+    query, calls = facts.ask_for((relation,), subject), []
+    for candidate in filter(None, (cheapest_of(pool, facts.RELATIONS[relation][0]), dearest(question, pool))):
+        if not calls or calls[-1].reply.refused:
+            calls.append(Call(candidate.name, query, pool.ask(candidate.name, query)))
+    return calls
 
 
 def _put(weights: Sequence[torch.nn.Parameter], values: Sequence[torch.Tensor]) -> None:
