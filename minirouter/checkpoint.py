@@ -24,7 +24,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-NEEDED = {"state.json", "tensors.safetensors", "policy/adapter_model.safetensors"}
+WEIGHTS = "adapter_model.safetensors"  # of each role; without it PEFT would look for a pickle
+NEEDED = {"state.json", "tensors.safetensors", f"policy/{WEIGHTS}"}
 
 
 class TornCheckpoint(ValueError):
@@ -98,7 +99,8 @@ def check(path: Path) -> None:
         listed = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         raise TornCheckpoint(f"{path} is not whole: no readable manifest.json") from None
-    for name in sorted(NEEDED | listed.keys()):
+    roles = {f"{role.name}/{WEIGHTS}" for role in path.iterdir() if role.is_dir()}
+    for name in sorted(NEEDED | roles | listed.keys()):
         file = path / name
         if not file.is_file() or listed.get(name) != (file.stat().st_size, _sha256(file)):
             raise TornCheckpoint(f"{path} is not whole: {name} is missing or damaged")

@@ -135,6 +135,18 @@ def test_no_file_is_a_pickle(saved):
         assert path.suffix != ".safetensors" or head[8:] == b"{"
 
 
+def test_a_checkpoint_with_a_pickle_in_place_of_weights_is_refused(folder):
+    """Catches PEFT's second choice, a pickle, in a run folder that somebody else made."""
+    path = folder / "step-000002"
+    weights = path / "critic" / "adapter_model.safetensors"
+    weights.rename(weights.with_name("adapter_model.bin"))
+    files = [file for file in path.rglob("*") if file.is_file() and file.name != "manifest.json"]
+    manifest = {str(f.relative_to(path)): [f.stat().st_size, checkpoint._sha256(f)] for f in files}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(TornCheckpoint, match=r"critic/adapter_model\.safetensors is missing"):
+        load(path, *learner(seed=1))
+
+
 DAMAGE = {
     "manifest gone": ("manifest.json", None),
     "manifest cut": ("manifest.json", lambda data: data[: len(data) // 2]),
