@@ -110,28 +110,40 @@ def babble(tokenizer: Any, names: Sequence[str] = ("a", "b"), letters: str = "kl
 
 
 class EchoPool:
-    """Answers "NAME heard QUERY", or what `say` makes of both; late, in a thread, unless `instant`."""
+    """Answers "NAME heard QUERY", or what `say` makes of both, at once; in a thread unless `instant`."""
 
-    def __init__(
-        self,
-        say: Callable[[str, str], str] | None = None,
-        instant: bool = True,
-        delay: float = 0.0,
-        seed: int = 0,
-    ) -> None:
-        self.say = say or (lambda name, query: f"{name} heard {query}")
+    def __init__(self, say: Callable[[str, str], str] | None = None, instant: bool = True) -> None:
         self.instant = instant
-        self.delay = delay
-        self.rng = random.Random(seed)
+        self.say = say or (lambda name, query: f"{name} heard {query}")
         self.names = ("a", "b")
         self.candidates = tuple(Candidate(name, 1.0) for name in self.names)
         self.asked: list[tuple[str, str]] = []
 
     def ask(self, name: str, query: str) -> Reply:
         self.asked.append((name, query))
-        if self.delay:
-            time.sleep(self.rng.uniform(0, self.delay))
         return Reply(self.say(name, query), candidate=name, price=1.0, tokens=7, cost=7.0)
+
+
+class LatePool(EchoPool):
+    """Answers at once or when the router has gone on by 25 passes, or has stopped because all rows
+    wait: so replies overtake each other, however slow the machine is. `clock` counts passes."""
+
+    def __init__(self, seed: int, clock: Callable[[], int] = lambda: 0) -> None:
+        super().__init__(instant=False)
+        self.rng = random.Random(seed)
+        self.clock = clock
+        self.answered: list[tuple[str, str]] = []
+
+    def ask(self, name: str, query: str) -> Reply:
+        reply = super().ask(name, query)
+        due = self.clock() + self.rng.choice((0, 25))
+        seen, since = self.clock(), time.monotonic()
+        while self.clock() < due and time.monotonic() - since < 0.5:
+            time.sleep(0.01)
+            if self.clock() != seen:
+                seen, since = self.clock(), time.monotonic()
+        self.answered.append((name, query))
+        return reply
 
 
 def limits(**changes: Any) -> Limits:

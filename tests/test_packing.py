@@ -146,7 +146,7 @@ def test_a_pack_computes_every_distinct_token_once():
 
 def test_a_prefix_ends_with_the_shortest_prompt_and_leaves_each_branch_a_token():
     """Catches a prefix that runs into what was drawn: identical samples would share their actions."""
-    assert shared_prefix(twins()) == 30
+    assert shared_prefix(twins()) == shared_prefix(twins()[:2]) == 30
     assert shared_prefix(a_group()) == 40
     assert shared_prefix(rows()) == 0
     bare = Trajectory(prompt_len=5)
