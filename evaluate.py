@@ -8,21 +8,25 @@ Intervals are at 95 %.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from minirouter import checkpoint, world
+from minirouter.compare import methods, prompts
+from minirouter.compare.retriever import retriever_pool
 from minirouter.config import Config, fail, load_config, read_yaml
-from minirouter.facts import topics
-from minirouter.model import Router
-from minirouter.record import mean, trajectory_row, write_rows
+from minirouter.load import default_dtype, memory_estimate, memory_table, model_config
+from minirouter.model import Router, head_rows
+from minirouter.record import trajectory_row, write_rows
+from minirouter.report import Result, table
 from minirouter.reward import CostScale, score
 from minirouter.rollout import rollout
 from minirouter.task import Task, open_pool
-from minirouter.trajectory import Call, Limits, Question, Reward, Trajectory
+from minirouter.trajectory import Limits, Question
 
 TINY = Path(world.__file__).parent / "assets" / "tiny"
 
@@ -34,16 +38,13 @@ class Options:
     run: str | None = None  # run folder; without one, the base of the configuration is scored
     at: str = "newest"  # which checkpoint: newest, best, or a step
     split: str = "test"
-
-
-@dataclass(frozen=True)
-class Result:
-    """One question and what came of it."""
-
-    question: Question
-    pool: Any
-    trajectory: Trajectory
-    reward: Reward
+    methods: str | None = None  # other systems on the same questions: a comma list, or all
+    search_run: str | None = None  # for Search-R1: a run that was trained with --pool retriever
+    retriever: str | None = None  # for RAG and Search-R1: a .jsonl corpus, or the URL of a /retrieve server
+    encoder: str | None = None  # of the learned routers: a Hugging Face encoder; default the base itself
+    table: str = "runs/table.jsonl"  # what the learned routers train on
+    collect: bool = False  # fill the table with --questions training questions, then stop
+    show_prompts: bool = False  # print the prompts of the other systems, then stop
 
 
 def build(config: Config) -> tuple[Router, Task]:
@@ -51,6 +52,8 @@ def build(config: Config) -> tuple[Router, Task]:
     used.
     """
     path = str(TINY) if config.model == "tiny" else config.model
+    if config.model != "tiny":
+        print(f"memory on the device (estimated)\n{memory_table(memory_of(config))}", file=sys.stderr)
     router = Router.load(
         path,
         {
@@ -64,7 +67,8 @@ def build(config: Config) -> tuple[Router, Task]:
         gradient_checkpointing=config.gradient_checkpointing,
         seed=config.seed,
     )
-    pool = open_pool(config.pool, config.data, router.tokenizer, config.timeout_s)
+    pool = retriever_pool(config.pool, config.data, config.timeout_s)
+    pool = pool or open_pool(config.pool, config.data, router.tokenizer, config.timeout_s)
     task = Task(
         router.tokenizer,
         config.data,
@@ -76,6 +80,24 @@ def build(config: Config) -> tuple[Router, Task]:
         config.seed,
     )
     return router, task
+
+
+def memory_of(config: Config) -> dict[str, int]:
+    """Bytes that a run will take, by purpose, estimated before anything is loaded."""
+    shape = model_config(config.model, config.trust_remote_code)
+    return memory_estimate(
+        shape,
+        load_in_4bit=config.load_in_4bit,
+        lora_r=config.lora_r,
+        slots=2 * config.slots,  # as many rows of the cache may wait for replies as are decoded
+        total_tokens=config.total_tokens,
+        max_tokens_per_pack=config.max_tokens_per_pack,
+        head_chunk=head_rows(shape.get_text_config().vocab_size),
+        gradient_checkpointing=config.gradient_checkpointing,
+        critic=config.algo == "ppo",
+        warm=config.sft_steps > 0,
+        dtype=default_dtype(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+    )
 
 
 def limits_of(config: Config, training: bool = False) -> Limits:
@@ -102,68 +124,6 @@ def evaluate(router: Router, task: Task, questions: Sequence[Question], config: 
         for t, q, pool in zip(trajectories, questions, pools, strict=True)
     ]
     return [Result(*row) for row in zip(questions, pools, trajectories, rewards, strict=True)]
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of a mean: Wilson for shares, normal otherwise; (0, 0) of nothing."""
-    n, m = len(values), mean(values)
-    if n == 0:
-        return 0.0, 0.0
-    z = 1.96
-    if set(values) <= {0, 1}:
-        centre = (m + z * z / (2 * n)) / (1 + z * z / n)
-        half = z / (1 + z * z / n) * math.sqrt(m * (1 - m) / n + z * z / (4 * n * n))
-        return centre - half, centre + half
-    half = z * math.sqrt(sum((v - m) ** 2 for v in values) / max(1, n - 1) / n)
-    return m - half, m + half
-
-
-def asked_expert(pool: Any, call: Call) -> bool | None:
-    """Whether a call of the miniature world went to the expert in what it asks; None for any other call."""
-    asked = topics(call.query or "") if isinstance(pool, world.SimulatedPool) else ()
-    candidate = pool.find(call.reply.candidate) if asked else None
-    return candidate and candidate.descriptor == asked[0] and len(asked) == 1
-
-
-def columns(results: Sequence[Result]) -> dict[str, list[float]]:
-    """What is averaged: values per question, or per call."""
-    found = {
-        "EM": [r.reward.em for r in results],
-        "F1": [r.reward.f1 for r in results],
-        "format": [float(r.reward.format_error is None) for r in results],
-        "calls": [float(len(r.trajectory.calls)) for r in results],
-        "cost": [r.trajectory.cost for r in results],
-    }
-    experts = [asked_expert(r.pool, call) for r in results for call in r.trajectory.calls]
-    return found | {"expert": [float(e) for e in experts if e is not None]}
-
-
-def table(results: Sequence[Result]) -> str:
-    """Markdown: one row a kind of question, and all; means with 95 % intervals."""
-    kinds = list(dict.fromkeys(r.question.kind for r in results))
-    rows = [("all", list(results))] + [
-        (kind, [r for r in results if r.question.kind == kind]) for kind in kinds
-    ]
-    names = list(columns(results))
-    lines = ["| questions | n | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
-    for kind, chosen in rows if len(kinds) > 1 else rows[:1]:
-        cells = []
-        for values in columns(chosen).values():
-            low, high = interval(values)
-            digits = 1 if max(values, default=0) > 10 else 3
-            cells.append(
-                f"{mean(values):.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]" if values else "-"
-            )
-        lines.append(f"| {kind} | {len(chosen)} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def compare(before: Sequence[Result], after: Sequence[Result]) -> str:
-    """Tables of the same questions before and after training."""
-    parts = [
-        f"{title}\n\n{table(results)}" for title, results in (("before", before), ("after", after)) if results
-    ]
-    return "\n\n".join(parts)
 
 
 def restore(router: Router, run: Path, at: str) -> str:
@@ -202,20 +162,45 @@ def own_files(config: Config, run: Path) -> Config:
     )
 
 
+def others(options: Options, router: Router, task: Task, config: Config, questions: Sequence[Question]):
+    """Rows of the systems that are asked for on the same questions, by name; None if only the table was
+    filled.
+    """
+    sources = (options.table, options.retriever, options.encoder)
+    bench = methods.open_bench(router, task, limits_of(config), config.seed, *sources)
+    if options.collect:
+        for done in methods.collect_table(bench, task.questions("train", config.questions), options.table):
+            print(f"{options.table}: {done} questions", flush=True)
+        return None
+    found = methods.compare_methods(bench, options.methods or "", questions)
+    if options.search_run:
+        restore(router, Path(options.search_run), "newest")
+        found["Search-R1"] = methods.search_r1(bench, questions)
+    return found
+
+
 def main() -> None:
     config, options = load_config(extra=Options)
+    if options.show_prompts:
+        print(prompts.show_prompts())
+        return
     run = Path(options.run) if options.run else None
     try:
         if run:
             config = own_files(config, run)
         router, task = build(config)
         task.keep_account(config.ledger or (run or Path()) / "ledger.sqlite", config.max_usd)
-        name = restore(router, run, options.at) if run else "base model"
         questions = task.questions(options.split, config.eval_questions)
+        found = others(options, router, task, config, questions)
+        name = restore(router, run, options.at) if run else "base model"
     except ValueError as error:
         fail(error)
+    if found is None:
+        return
     results = evaluate(router, task, questions, config)
     print(f"{name}, {len(results)} {options.split} questions, pool {config.pool}\n\n{table(results)}")
+    found["minirouter" if run else "untrained loop"] = methods.rows_of_results(results)
+    print(methods.report(found, config.model, config.alpha))
     if run:
         rows = [
             trajectory_row(r.trajectory, r.question, r.reward, router.tokenizer, step=name) for r in results

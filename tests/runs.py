@@ -63,7 +63,7 @@ def start(
     return process
 
 
-def train(folder: Path, *argv: str, timeout: float = 300.0, **options: Any) -> tuple[int | None, str]:
+def train(folder: Path, *argv: str, timeout: float = 900.0, **options: Any) -> tuple[int | None, str]:
     """A run to its end; -> exit code (-9 if it was killed), output."""
     process = start(folder, *argv, **options)
     process.join(timeout)

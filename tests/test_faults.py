@@ -8,6 +8,7 @@ import random
 import sqlite3
 import time
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,12 @@ from runs import (
 from scripted import random_ids, random_router, spoken
 
 from minirouter import update as update_module
+from minirouter import view
 from minirouter.checkpoint import newest
 from minirouter.ledger import Ledger
 from minirouter.record import Recorder
+from minirouter.report import Result, table
+from minirouter.trajectory import Call, Question, Reply, Reward, Trajectory
 from minirouter.update import Rules, advantages_of, estimate
 
 DEADLINE = 5.0  # seconds of a call: hangs last that long, and a good reply on a busy machine must not
@@ -227,6 +231,30 @@ def test_a_pool_where_nobody_answers_is_one_line_before_anything_else(tmp_path):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_scores_of_a_pool_that_failed_say_so():
+    """Catches a table of a faulty pool that looks like one of a good one."""
+    result = Result(None, None, Trajectory(calls=[Call("a", "q", Reply("", "timeout"))]), Reward(*[0.0] * 6))
+    good = replace(result, trajectory=Trajectory())
+    question = Question("1", "q", ("x",))
+    shown = [table([replace(r, question=question) for r in rs]) for rs in ([good, good], [good, result])]
+    assert "failed" not in shown[0]
+    assert shown[1].endswith("The pool failed in 1 of these questions; they count as they are.")
+
+
+@pytest.mark.slow
+def test_a_dying_run_says_so_in_the_log_and_in_the_viewer(tmp_path):
+    """Catches a collapse that nobody is told of: a learning rate a thousand times too high."""
+    folder = tmp_path / "run"
+    code, text = train(folder, "--steps", "10", "--lr", "1.0", "--batch", "8")
+    assert code == 0, text
+    told = [line for row in rows(folder) for line in row["warnings"]]
+    assert told and len(set(told)) == len(told)
+    page = view.build(folder).html
+    for line in told:
+        assert f"warning: {line}" in text
+        assert json.dumps(line)[1:-1] in page
+
+
 def worst(server: WorldServer) -> float:
     return max(c.price for c in server.simulated.candidates) * 40 * 1e-6
 
@@ -273,7 +301,7 @@ def test_kill_9_loses_no_money_from_the_account(tmp_path):
             process.join()
             assert process.exitcode == -9, said(folder)
             process = start(folder, resume=True)
-        process.join(300)
+        process.join(900)
         assert process.exitcode == 0, said(folder)
         time.sleep(0.2)
         delivered = defaultdict(

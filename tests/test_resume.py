@@ -57,7 +57,7 @@ def test_a_run_killed_in_a_step_goes_on_bit_for_bit(straight, tmp_path):
     """Catches state that is in no checkpoint: moments, value head, cost window, place in the data."""
     folder = tmp_path / "run"
     process = start(folder, *SAME, prepare=die_writing("trajectories.jsonl", 4))
-    process.join(300)
+    process.join(900)
     assert process.exitcode == -9, said(folder)
     assert [row["step"] for row in rows(folder)] == [1, 2, 3]
     code, text = train(folder, resume=True)
@@ -86,7 +86,7 @@ def test_wherever_a_run_is_killed_nothing_is_lost_or_doubled(straight, tmp_path,
     """Catches half a line, half a checkpoint or half a beginning that cannot be gone on from."""
     folder = tmp_path / "run"
     process = start(folder, *SAME, prepare=death)
-    process.join(300)
+    process.join(900)
     assert process.exitcode == -9, said(folder)
     begun = (folder / "config.yaml").exists()
     code, text = train(folder, resume=True) if begun else train(folder, *SAME)
@@ -125,7 +125,7 @@ def test_every_kind_of_run_goes_on_bit_for_bit(tmp_path_factory, tmp_path, argv)
     """Catches a reference, a group, a drawn pool or a best score that is lost on the way."""
     other, folder = whole_run(tmp_path_factory, *argv), tmp_path / "run"
     process = start(folder, *SAME, *argv, prepare=die_writing("metrics.jsonl", 5))
-    process.join(300)
+    process.join(900)
     assert process.exitcode == -9, said(folder)
     code, text = train(folder, resume=True)
     assert code == 0, text
@@ -294,7 +294,7 @@ def test_no_checkpoint_is_one_line_and_a_beginning_can_be_begun_again(tmp_path):
     """Catches a folder that can neither be resumed nor started."""
     folder = tmp_path / "run"
     process = start(folder, *SAME, prepare=die_in("os", "replace", "config.yaml"))
-    process.join(300)
+    process.join(900)
     assert process.exitcode == -9 and not (folder / "config.yaml").exists()
     code, text = train(folder, resume=True)
     assert code == 2 and f"{folder} is not a run folder: it has no config.yaml" in text
