@@ -7,24 +7,24 @@ Intervals are at 95 %.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
+from tqdm import tqdm
 
-from minirouter import checkpoint, world
+from minirouter import world
 from minirouter.compare import methods, prompts
 from minirouter.compare.retriever import retriever_pool
 from minirouter.config import Config, fail, load_config, read_yaml
-from minirouter.load import default_dtype, memory_estimate, memory_table, model_config
+from minirouter.load import default_device, default_dtype, memory_estimate, memory_table, model_config
 from minirouter.model import Router, head_rows
 from minirouter.record import trajectory_row, write_rows
 from minirouter.report import Result, table
 from minirouter.reward import CostScale, score
 from minirouter.rollout import rollout
+from minirouter.run import restore
 from minirouter.task import Task, open_pool
 from minirouter.trajectory import Limits, Question
 
@@ -53,7 +53,7 @@ def build(config: Config) -> tuple[Router, Task]:
     """
     path = str(TINY) if config.model == "tiny" else config.model
     if config.model != "tiny":
-        print(f"memory on the device (estimated)\n{memory_table(memory_of(config))}", file=sys.stderr)
+        tqdm.write(f"memory on the device (estimated)\n{memory_table(memory_of(config))}", file=sys.stderr)
     router = Router.load(
         path,
         {
@@ -96,7 +96,7 @@ def memory_of(config: Config) -> dict[str, int]:
         gradient_checkpointing=config.gradient_checkpointing,
         critic=config.algo == "ppo",
         warm=config.sft_steps > 0,
-        dtype=default_dtype(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        dtype=default_dtype(default_device()),
     )
 
 
@@ -126,26 +126,6 @@ def evaluate(router: Router, task: Task, questions: Sequence[Question], config: 
     return [Result(*row) for row in zip(questions, pools, trajectories, rewards, strict=True)]
 
 
-def restore(router: Router, run: Path, at: str) -> str:
-    """Put a run's trained adapters on the router; -> the name of the checkpoint. Raises ValueError if there
-    is none.
-    """
-    folder = run / "checkpoints"
-    if at == "newest":
-        path, _ = checkpoint.newest(folder)
-    elif at == "best":
-        newest, _ = checkpoint.newest(folder)
-        best = json.loads((newest / "state.json").read_text("utf-8"))["best_step"] if newest else None
-        path = folder / f"step-{best:06d}" if best is not None else None
-    else:
-        path = folder / f"step-{int(at):06d}" if at.isdigit() else None
-    if path is None or not path.is_dir():
-        raise ValueError(f"{run}: no checkpoint {at}")
-    checkpoint.check(path)
-    router.load_adapters(path)
-    return path.name
-
-
 def own_files(config: Config, run: Path) -> Config:
     """The run folder alone is enough: its copies of pool file and prompt stand in for the paths that training
     had.
@@ -169,8 +149,9 @@ def others(options: Options, router: Router, task: Task, config: Config, questio
     sources = (options.table, options.retriever, options.encoder)
     bench = methods.open_bench(router, task, limits_of(config), config.seed, *sources)
     if options.collect:
-        for done in methods.collect_table(bench, task.questions("train", config.questions), options.table):
-            print(f"{options.table}: {done} questions", flush=True)
+        training = task.questions("train", config.questions)
+        for _ in tqdm(methods.collect_table(bench, training, options.table), desc=options.table):
+            pass
         return None
     found = methods.compare_methods(bench, options.methods or "", questions)
     if options.search_run:
@@ -199,8 +180,9 @@ def main() -> None:
         return
     results = evaluate(router, task, questions, config)
     print(f"{name}, {len(results)} {options.split} questions, pool {config.pool}\n\n{table(results)}")
-    found["minirouter" if run else "untrained loop"] = methods.rows_of_results(results)
-    print(methods.report(found, config.model, config.alpha))
+    if found:
+        found["minirouter" if run else "untrained loop"] = methods.rows_of_results(results)
+        print(f"\n{methods.report(found, config.model, config.alpha)}")
     if run:
         rows = [
             trajectory_row(r.trajectory, r.question, r.reward, router.tokenizer, step=name) for r in results

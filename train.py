@@ -20,10 +20,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from evaluate import build, compare, evaluate, limits_of, own_files
+from evaluate import build, evaluate, limits_of, own_files
 from minirouter.config import Config, fail, load_config, read_yaml
 from minirouter.data import QuestionStream
 from minirouter.record import Recorder, mean, summarise, trajectory_row, transcript
+from minirouter.report import compare
 from minirouter.reward import CostScale, score
 from minirouter.rollout import rollout
 from minirouter.run import Interrupt, Run, refuse_changes, refuse_faults

@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from bitsandbytes.nn import Linear4bit
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedConfig
+from transformers.utils.logging import disable_progress_bar
+
+disable_progress_bar()  # of loading weights: an entry point prints what it has to say itself
 
 
 def model_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -46,7 +49,7 @@ def load_model(
     model cannot be loaded or is none that a router can be made of. Weights are read from safetensors alone,
     never from pickles.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(device or default_device())
     dtype = dtype or default_dtype(device)
     config = model_config(path, trust_remote_code)
     check_config(config, total_tokens)
@@ -75,6 +78,11 @@ def load_model(
     model.requires_grad_(False).eval()
     check_tree_mask(model)
     return model, tokenizer
+
+
+def default_device() -> torch.device:
+    """The GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

@@ -14,6 +14,7 @@ vocabulary.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,7 +93,11 @@ class Router:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         prepare(model)
         lora = LoraConfig(r=lora_r, lora_alpha=2 * lora_r, lora_dropout=0.0, target_modules="all-linear")
-        self.model = get_peft_model(model, lora, adapter_name="policy")
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # peft asks transformers by a name that is going away
+            self.model = get_peft_model(model, lora, adapter_name="policy")
         if critic:
             self.model.add_adapter("critic", lora)
         self.value_head = nn.Linear(self.config.hidden_size, 1, device=self.device, dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import sys
@@ -145,3 +146,23 @@ class Interrupt:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
         signal.signal(signal.SIGINT, self.before)
+
+
+def restore(router: Any, run: Path, at: str) -> str:
+    """Put a run's trained adapters on the router; -> the name of the checkpoint. Raises ValueError if there
+    is none.
+    """
+    folder = run / "checkpoints"
+    if at == "newest":
+        path, _ = checkpoint.newest(folder)
+    elif at == "best":
+        newest, _ = checkpoint.newest(folder)
+        best = json.loads((newest / "state.json").read_text("utf-8"))["best_step"] if newest else None
+        path = folder / f"step-{best:06d}" if best is not None else None
+    else:
+        path = folder / f"step-{int(at):06d}" if at.isdigit() else None
+    if path is None or not path.is_dir():
+        raise ValueError(f"{run}: no checkpoint {at}")
+    checkpoint.check(path)
+    router.load_adapters(path)
+    return path.name

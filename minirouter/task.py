@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,9 @@ class Task:
             return load_questions(self.data, split, n or None, self.seed)
         # training draws by the run's seed; dev and test questions are the same for every run
         seed = self.seed if split == "train" else 0
-        pool = self.pool if isinstance(self.pool, str) else self.pool.candidates
-        return world.questions(split, n or WORLD_SIZES[split], seed, pool)
+        own = isinstance(self.pool, str)
+        found = world.questions(split, n or WORLD_SIZES[split], seed, self.pool if own else "full")
+        return found if own else [replace(question, pool=None) for question in found]  # all ask the task's
 
     def fitting(
         self, questions: Sequence[Question], total_tokens: int

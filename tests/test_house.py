@@ -21,7 +21,7 @@ TIERS = (
     "rollout world sft update",
     "task",  # which world, which pool, which prompt
     "run",
-    "compare view",
+    "report compare view",
     "train evaluate config",
 )
 ANYWHERE = {"tags", "trajectory"}
