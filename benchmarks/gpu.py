@@ -25,10 +25,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from minirouter.config import PRESETS, read_yaml
+from minirouter.estimates import advantages_of, estimate
 from minirouter.load import default_dtype, keep_4bit_layout
 from minirouter.model import Router
 from minirouter.trajectory import Limits
-from minirouter.update import Rules, advantages_of, estimate, update
+from minirouter.update import Rules, update
 
 from .common import Plan, planned_rollout, prompts_of, report, word_tokenizer
 from .decode import our_steps

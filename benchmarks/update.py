@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from minirouter.model import Router
+from minirouter.packing import packs_of
 from minirouter.trajectory import Trajectory
-from minirouter.update import packs_of
 
 from .common import alternate, compare, library_router, options, report, router_of
 
