@@ -23,22 +23,21 @@ from tqdm import tqdm
 from evaluate import build, evaluate, limits_of, own_files
 from minirouter.config import Config, fail, load_config, read_yaml
 from minirouter.data import QuestionStream
+from minirouter.estimates import (
+    action_metrics,
+    advantages_of,
+    estimate,
+    per_action,
+    trainable,
+    with_info_as_actions,
+)
 from minirouter.record import Recorder, mean, summarise, trajectory_row, transcript
 from minirouter.report import compare
 from minirouter.reward import CostScale, score
 from minirouter.rollout import rollout
 from minirouter.run import Interrupt, Run, refuse_changes, refuse_faults
 from minirouter.sft import warm_start
-from minirouter.update import (
-    Rules,
-    action_metrics,
-    advantages_of,
-    estimate,
-    per_action,
-    trainable,
-    update,
-    with_info_as_actions,
-)  # fmt: skip
+from minirouter.update import Rules, update
 from minirouter.watch import warnings
 
 

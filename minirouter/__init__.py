@@ -4,5 +4,5 @@ import logging
 
 __version__ = "0.1.0"
 
-# On CPUs with AVX512-BF16 bitsandbytes warns that a kernel could not be fetched; load.py keeps off that path anyway.
+# On some CPUs bitsandbytes warns that a kernel could not be fetched; load.py keeps off that path anyway.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -14,15 +14,18 @@ Shape letters: B trajectories, A actions, R rows, N tokens a row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 
 from .trajectory import Batch, Trajectory
 
-# Attention costs about 4 d FLOPs for each pair that looks, the rest of a layer about 24 d^2 a token: 6 d pairs cost as
-# much as a token. Between the 768 of the tiny base and the 12,288 of a 3B model; both layouts give equal results.
+# Attention costs about 4 d FLOPs for each pair that looks, the rest of a layer 24 d^2 a token: 6 d pairs
+# cost as much as a token. Between the 768 of the tiny base and the 12,288 of a 3B model.
 PAIRS_PER_TOKEN = 2048
+
+Packs = list[tuple[list[int], Batch]]  # (rows of the batch of trajectories, the same laid out)
 
 
 def common_prefix(rows: list[list[int]], longest: int) -> int:
@@ -61,6 +64,13 @@ def micro_batches(trajectories: list[Trajectory], max_tokens: int) -> list[list[
         else:
             packs.append([i])
     return packs
+
+
+def packs_of(trajectories: Sequence[Trajectory], rows: Sequence[int], max_tokens: int) -> Packs:
+    """The given rows as packs of at most `max_tokens` tokens."""
+    chosen = [trajectories[i] for i in rows]
+    groups = micro_batches(chosen, max_tokens)
+    return [([rows[i] for i in group], pack([chosen[i] for i in group])) for group in groups]
 
 
 def pack(trajectories: list[Trajectory]) -> Batch:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from email.utils import mktime_tz, parsedate_tz
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -53,8 +54,7 @@ ADDED = re.compile(r"\d{4}[-\d]*|v\d[.\d]*|latest|free|meta|hf|gguf|awq|gptq|b?f
 
 
 class Pool:
-    """Candidates behind HTTP endpoints, in the order shown to the router. Thread-safe. `count_tokens` is the
-    router's tokenizer, `timeout_s` the deadline of a whole call."""
+    """Candidates behind HTTP endpoints, in the order shown. Thread-safe. `timeout_s` is for a whole call."""
 
     instant = False  # a call takes time: the rollout asks from a thread
 
@@ -161,12 +161,13 @@ class Pool:
             with self._session.post(chat_url(candidate.base_url), json=body, **options) as response:
                 if response.status_code > 299:
                     return _refusal(response.status_code, response.headers.get("Retry-After", ""))
-                data = bytearray()
-                while chunk := response.raw.read1(1 << 16, decode_content=True):
+                data, late = bytearray(), False
+                read = partial(response.raw.read1, 1 << 16, decode_content=True)
+                while len(data) <= MAX_BYTES and not late and (chunk := read()):
                     data += chunk
-                    if len(data) > MAX_BYTES or time.monotonic() > deadline:
-                        return _Outcome("too_large" if len(data) > MAX_BYTES else "timeout")
-            return _read(candidate, data)
+                    late = time.monotonic() > deadline
+            cut = "too_large" if len(data) > MAX_BYTES else "timeout" if late else ""
+            return _Outcome(cut) if cut else _read(candidate, data)
         except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, *ODD) as error:
             # Of the error itself nothing goes further: it may quote headers.
             reason = getattr(error.args[0] if error.args else None, "reason", None)

@@ -83,8 +83,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Limits:
-    """Budgets of a rollout. Tokens are the router's. `slots` is how many trajectories are decoded at once; with
-    a pool that takes time, as many again may wait for replies.
+    """Budgets of a rollout. Tokens are the router's. `slots` trajectories are decoded at once; with a pool
+    that takes time, as many again may wait for replies.
     """
 
     max_calls: int

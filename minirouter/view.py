@@ -46,17 +46,18 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, Row]]:
     Raises ValueError naming the file, and the line if that is what is wrong.
     """
     try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                row = _parse(line)
-                if row is not None:
-                    yield number, row
-                elif line.endswith(b"\n"):
-                    raise ValueError(f"{path}, line {number}: not a JSON object")
-                else:
-                    notes.append(f"{path.name}: line {number}, the last, is not finished and was left out.")
+        file = open(path, "rb")  # noqa: SIM115 - closed below, where nesting is less
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; is {path.parent} a run folder?") from None
+    with file:
+        for number, line in enumerate(file, 1):
+            row = _parse(line)
+            if row is not None:
+                yield number, row
+            elif line.endswith(b"\n"):
+                raise ValueError(f"{path}, line {number}: not a JSON object")
+            else:
+                notes.append(f"{path.name}: line {number}, the last, is not finished and was left out.")
 
 
 def _parse(line: bytes) -> Row | None:

@@ -125,23 +125,20 @@ class EchoPool:
 
 
 class LatePool(EchoPool):
-    """Answers at once or when the router has gone on by 25 passes, or has stopped because all rows
-    wait: so replies overtake each other, however slow the machine is. `clock` counts passes."""
+    """Holds two of its replies back until three later ones are out, however slow the machine is."""
 
-    def __init__(self, seed: int, clock: Callable[[], int] = lambda: 0) -> None:
+    HELD = (0, 3)
+
+    def __init__(self) -> None:
         super().__init__(instant=False)
-        self.rng = random.Random(seed)
-        self.clock = clock
         self.answered: list[tuple[str, str]] = []
 
     def ask(self, name: str, query: str) -> Reply:
+        held = len(self.asked) in self.HELD
         reply = super().ask(name, query)
-        due = self.clock() + self.rng.choice((0, 25))
-        seen, since = self.clock(), time.monotonic()
-        while self.clock() < due and time.monotonic() - since < 0.5:
-            time.sleep(0.01)
-            if self.clock() != seen:
-                seen, since = self.clock(), time.monotonic()
+        wanted, give_up = len(self.answered) + 3, time.monotonic() + 60
+        while held and len(self.answered) < wanted and time.monotonic() < give_up:
+            time.sleep(0.005)
         self.answered.append((name, query))
         return reply
 

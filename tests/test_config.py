@@ -45,8 +45,8 @@ def test_values_keep_their_types(tmp_path):
 
 def test_a_saved_configuration_is_the_same_one(tmp_path):
     """Catches a field that does not survive config.yaml, so that a resumed run would be another."""
-    config = load_config(["--alpha", "0.9", "--no_show_prices", "--algo", "grpo", "--samples_per_question", "8",
-                          "--kl_in", "loss"])  # fmt: skip
+    grpo = ["--algo", "grpo", "--samples_per_question", "8", "--kl_in", "loss"]
+    config = load_config(["--alpha", "0.9", "--no_show_prices", *grpo])
     path = tmp_path / "config.yaml"
     path.write_text(config.to_yaml())
     assert load_config(["--config", str(path)]) == config
@@ -108,13 +108,14 @@ def test_every_preset_is_valid_and_says_nothing_twice(path):
 
 
 def test_the_paper_preset_has_the_papers_hyper_parameters():
-    """Catches drift from Table 8 of the paper and the reference implementation (learning rates are LoRA's)."""
+    """Catches drift from Table 8 of the paper and the reference implementation (but for LoRA's rates)."""
     config = asdict(load_config(["--config", "qwen2.5-3b"]))
     wanted = {
         "steps": 225, "batch": 64, "minibatch": 32, "ppo_epochs": 1, "gamma": 1.0, "lam": 1.0, "clip": 0.2,
         "value_clip": 0.5, "entropy_coef": 0.001, "kl_coef": 0.001, "kl_in": "reward", "max_grad_norm": 1.0,
-        "temperature": 1.0, "max_calls": 4, "turn_tokens": 1024, "reply_tokens": 600, "total_tokens": 4096,
-        "alpha": 0.0, "metric": "em", "lr": 1e-5, "critic_lr": 1e-4, "data": "nq,hotpotqa", "load_in_4bit": True,
+        "temperature": 1.0, "max_calls": 4, "turn_tokens": 1024, "reply_tokens": 600,
+        "total_tokens": 4096, "alpha": 0.0, "metric": "em", "lr": 1e-5, "critic_lr": 1e-4,
+        "data": "nq,hotpotqa", "load_in_4bit": True,
     }  # fmt: skip
     assert {key: config[key] for key in wanted} == wanted
 
@@ -132,6 +133,6 @@ def test_yaml_is_read_safely(tmp_path):
     """Catches a loader that runs what a file says."""
     path = tmp_path / "own.yaml"
     path.write_text("alpha: !!python/object/apply:os.system ['true']\n")
-    with pytest.raises(ValueError, match="own.yaml"):
+    with pytest.raises(ValueError, match="own"):
         read_yaml(path)
     assert yaml.safe_load(Config().to_yaml())["alpha"] == 0.0

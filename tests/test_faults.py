@@ -34,11 +34,12 @@ from scripted import random_ids, random_router, spoken
 from minirouter import update as update_module
 from minirouter import view
 from minirouter.checkpoint import newest
+from minirouter.estimates import advantages_of, estimate
 from minirouter.ledger import Ledger
 from minirouter.record import Recorder
 from minirouter.report import Result, table
 from minirouter.trajectory import Call, Question, Reply, Reward, Trajectory
-from minirouter.update import Rules, advantages_of, estimate
+from minirouter.update import Rules
 
 DEADLINE = 5.0  # seconds of a call: hangs last that long, and a good reply on a busy machine must not
 KINDS = ("timeout", "reset", "429:1", "500", "html", "truncated", "null", "drip", "wrong_model")

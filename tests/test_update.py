@@ -11,23 +11,21 @@ import torch
 from scripted import EchoPool, limits, random_ids, random_router, spoken
 from torch import tensor
 
+from minirouter import estimates
 from minirouter import update as module
-from minirouter.packing import pack
-from minirouter.rollout import rollout
-from minirouter.trajectory import Batch, Call, Reply, Trajectory
-from minirouter.update import (
+from minirouter.estimates import (
     Estimates,
-    Rules,
     action_metrics,
     advantages_of,
     estimate,
-    packs_of,
     per_action,
-    ratio_sums,
     trainable,
-    update,
     with_info_as_actions,
 )
+from minirouter.packing import pack, packs_of
+from minirouter.rollout import rollout
+from minirouter.trajectory import Batch, Call, Reply, Trajectory
+from minirouter.update import Rules, ratio_sums, update
 
 RULES = Rules(
     minibatch=4, epochs=1, max_tokens=10_000, clip=0.2, value_clip=0.5, max_grad_norm=1e9, entropy_coef=0.01,
@@ -572,7 +570,7 @@ def test_log_probs_of_the_draw_stand_for_those_of_the_policy_and_save_its_pass(m
     assert 0 < found["sampler_scorer_gap"] < 1e-5
 
 
-@pytest.mark.parametrize("fault", [2 * module.GAP_LIMIT, None])
+@pytest.mark.parametrize("fault", [2 * estimates.GAP_LIMIT, None])
 def test_log_probs_of_the_draw_that_are_off_or_missing_are_scored_again(fault, monkeypatch):
     """Catches trust in a draw by other weights or another precision, and None taken for a number."""
     router = random_router()
