@@ -57,7 +57,7 @@ SAME = {
     REPEATS: "test_tags.py::test_a_query_that_repeats_the_written_name_is_malformed",
     FORMAT: "test_tags.py::test_format_rules_one_by_one",
     WRONG: "test_reward.py::test_eq_5_by_hand",
-    COST: "test_pool.py::test_a_call_costs_output_tokens_times_price",
+    COST: "test_pool.py::test_a_call_sends_one_message_and_is_priced_by_its_usage",
     KL: "test_ppo.py::test_kl_kinds_by_hand",
 }
 DIFFERS = [CALL, NAME, EMPTY, REPLY, OWN_INFO, BAD_CALL, FAULT, FIFTH, NO_ACTION, FIRST_CLOSED, COUNT]

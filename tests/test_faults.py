@@ -246,7 +246,7 @@ def test_scores_of_a_pool_that_failed_say_so():
 def test_a_dying_run_says_so_in_the_log_and_in_the_viewer(tmp_path):
     """Catches a collapse that nobody is told of: a learning rate a thousand times too high."""
     folder = tmp_path / "run"
-    code, text = train(folder, "--steps", "10", "--lr", "1.0", "--batch", "8")
+    code, text = train(folder, "--steps", "10", "--lr", "1.0", "--batch", "8", "--max_bad_steps", "99")
     assert code == 0, text
     told = [line for row in rows(folder) for line in row["warnings"]]
     assert told and len(set(told)) == len(told)

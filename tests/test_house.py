@@ -21,8 +21,8 @@ TIERS = (
     "rollout world sft estimates",
     "update",
     "task",  # which world, which pool, which prompt
-    "run",
-    "report compare view",
+    "run report",
+    "compare view",
     "train evaluate config",
 )
 ANYWHERE = {"tags", "trajectory"}

@@ -70,7 +70,4 @@ def test_rows_without_data_have_a_test_of_their_own():
     here = Path(__file__).parent
     for place in (COVERED_ELSEWHERE | SAME).values():
         file, name = place.split("::")
-        if (here / file).exists():
-            assert re.search(rf"^def {name}\(", (here / file).read_text(encoding="utf-8"), re.MULTILINE), (
-                place
-            )
+        assert re.search(rf"^def {name}\(", (here / file).read_text(encoding="utf-8"), re.MULTILINE), place

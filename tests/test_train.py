@@ -80,19 +80,21 @@ def test_evaluation_needs_the_run_folder_alone(short_run, tmp_path):
     [
         (["--model", "no/such/model"], "no/such/model"),
         (["--prompt", "no/such/prompt.txt"], "no/such/prompt.txt"),
-        (["--data", "no/such/file.jsonl", "--pool", "configs/pools/tiny.yaml"], "no/such/file.jsonl"),
+        (["--data", "no/such/file.jsonl", "--pool", "configs/pools/local.yaml"], "no/such/file.jsonl"),
         (["--pool", "no/such/pool.yaml"], "no/such/pool.yaml"),
         (["--total_tokens", "20"], "total_tokens 20"),
         (["--pool", "{tmp}/unpriced.yaml"], "price"),
-        (["--data", "{tmp}/empty.jsonl", "--pool", "configs/pools/tiny.yaml"], "empty.jsonl"),
-        (["--data", "{tmp}/blank.jsonl", "--pool", "configs/pools/tiny.yaml"], "blank.jsonl:1"),
+        (["--data", "{tmp}/empty.jsonl", "--pool", "configs/pools/local.yaml"], "empty.jsonl"),
+        (["--data", "{tmp}/blank.jsonl", "--pool", "configs/pools/local.yaml"], "blank.jsonl:1"),
     ],
 )
 def test_a_bad_input_is_one_line_and_leaves_no_run_folder(tmp_path, argv, part):
     """Catches tracebacks and half-written run folders."""
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "blank.jsonl").write_text('{"question": " ", "golden_answers": ["x"]}\n')
-    (tmp_path / "unpriced.yaml").write_text("- name: ada\n  descriptor: film\n  base_url: http://127.0.0.1:9\n")
+    (tmp_path / "unpriced.yaml").write_text(
+        "- name: ada\n  descriptor: film\n  base_url: http://127.0.0.1:9\n"
+    )
     argv = [arg.replace("{tmp}", str(tmp_path)) for arg in argv]
     folder = tmp_path / "run"
     done = run("train.py", *argv, "--run_dir", str(folder), ok=False)
