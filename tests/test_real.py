@@ -22,8 +22,9 @@ QUESTIONS = (
     ("What is the chemical symbol of gold?", "Au"),
 )
 TEMPLATE = """{candidate} = - {name}: {descriptor}[ ${price} per 1M tokens.]
-Answer the question. Think first: <think> thought </think>. To ask a model write
-<search> NAME: QUERY </search>; its reply comes between <{info}> and </{info}>. End with <answer> answer </answer>.
+Answer the question. Think first: <think> thought </think>.
+To ask a model write <search> NAME: QUERY </search>; its reply comes between <{info}> and </{info}>.
+End with <answer> answer </answer>.
 {candidates}
 Question: {question}
 """
