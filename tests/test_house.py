@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -279,3 +281,10 @@ def test_these_rules_see_what_they_should():
     assert len(MODULES) > 20 and len(TESTS) > 8
     assert not checks(ast.parse("def test_x():\n assert True\n f()"), {"g"})
     assert list(prints(ast.parse("def f():\n print(1)\ndef main():\n print(2)"), False)) == [2]
+
+
+@pytest.mark.parametrize("command", [["check", "."], ["format", "--check", "."]], ids=["check", "format"])
+def test_ruff_has_nothing_to_say(command):
+    """Catches lint and layout that only the author's editor knew about."""
+    done = subprocess.run([sys.executable, "-m", "ruff", *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
