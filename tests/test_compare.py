@@ -466,7 +466,7 @@ def test_an_answer_without_tags_counts_as_it_stands():
         for text in (" Rome ", "<answer>Rome</answer>", "<answer>Rome", "")
     ]
     assert answers == ["Rome", "Rome", None, None]
-    assert all(text in prompts.show_prompts() for text in prompts.PROMPTS.values())
+    assert all(f"## {name}" in prompts.show_prompts() for name in prompts.PROMPTS)
 
 
 # ---- runs and stages

@@ -94,7 +94,7 @@ class Nobody:
 
 def show_prompts() -> str:
     """Every prompt of the baselines, for `evaluate.py --show_prompts`."""
-    parts = [f"## {name}\n\n{text}" for name, text in PROMPTS.items()]
+    parts = [f"## {name}\n\n{text.replace('{form}', ANSWER_FORM)}" for name, text in PROMPTS.items()]
     tiny = "\n".join(f"{name}: {text}" for name, text in CONTINUATIONS.items())
     return "\n\n".join([*parts, f"## The tiny base: continuations of the router's own prompt\n\n{tiny}"])
 

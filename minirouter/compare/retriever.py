@@ -17,7 +17,7 @@ from minirouter import facts, world
 from minirouter.tags import fold
 from minirouter.trajectory import Candidate, Reply
 
-WORLD = Candidate(world.NAMES[0], 0.0, "read")  # words of the miniature's small vocabulary
+WORLD = Candidate(world.NAMES[0], 0.0, "large")  # the tiny base can only read descriptors that it knows
 REAL = Candidate("search", 0.0, "a search engine: the query is looked up in Wikipedia, passages come back")
 NOTHING = "Nothing was found."
 
