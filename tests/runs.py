@@ -31,7 +31,8 @@ from minirouter.facts import TOPICS
 
 ROOT = Path(__file__).parent.parent
 SMALL = (
-    "--batch 4 --minibatch 2 --questions 8 --eval_questions 2 --save_every 2 --keep_last 99 --print_every 0"
+    "--batch 4 --minibatch 2 --ppo_epochs 1 --questions 8 --eval_questions 2 --save_every 2"
+    " --keep_last 99 --print_every 0"
 )
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["runs", "train"])

@@ -246,8 +246,8 @@ def test_scores_of_a_pool_that_failed_say_so():
 def test_a_dying_run_says_so_in_the_log_and_in_the_viewer(tmp_path):
     """Catches a collapse that nobody is told of: a learning rate a thousand times too high."""
     folder = tmp_path / "run"
-    code, text = train(folder, "--steps", "10", "--lr", "1.0", "--batch", "8", "--max_bad_steps", "99")
-    assert code == 0, text
+    code, text = train(folder, "--steps", "10", "--lr", "1.0", "--batch", "8")
+    assert code in (0, 1) and "Traceback" not in text, "it may stop before its last step"
     told = [line for row in rows(folder) for line in row["warnings"]]
     assert told and len(set(told)) == len(told)
     page = view.build(folder).html
@@ -374,18 +374,19 @@ def test_losses_that_are_not_finite_change_nothing_and_stop_the_run(tmp_path):
 def test_out_of_memory_halves_the_packs_for_good_and_changes_nothing_else(tmp_path):
     """Catches gradients of the packs before counted twice, and a run that meets the same wall each step."""
     folder, other = tmp_path / "run", tmp_path / "other"
-    argv = ("--steps", "4", "--max_tokens_per_pack", "600")
-    code, text = train(folder, *argv, prepare=out_of_memory(300))
+    argv = ("--steps", "4", "--minibatch", "4", "--max_tokens_per_pack", "500")
+    code, text = train(folder, *argv, prepare=out_of_memory(250))
     assert code == 0, text
-    assert [row["pack_tokens"] for row in rows(folder)] == [600, 300, 300, 300]
+    sizes = [row["pack_tokens"] for row in rows(folder)]
+    assert sizes[:2] == [500, 500] and sizes[-1] == 250 and sizes == sorted(sizes, reverse=True)
     assert train(other, *argv)[0] == 0
     for ours, theirs in zip(untimed(folder), untimed(other), strict=True):
         for key in theirs.keys() - {"pack_tokens", "warnings"}:
             assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-4), key
     state = json.loads((folder / "checkpoints/step-000004/state.json").read_text())
-    assert state["pack_tokens"] == 300
+    assert state["pack_tokens"] == 250
     code, text = train(folder, "--steps", "5", resume=True)
-    assert code == 0 and rows(folder)[-1]["pack_tokens"] == 300
+    assert code == 0 and rows(folder)[-1]["pack_tokens"] == 250
 
 
 def one_update(max_tokens: int, monkeypatch=None, fails=()):
