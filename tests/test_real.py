@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.real
 ROOT = Path(__file__).parent.parent
@@ -31,6 +33,7 @@ Question: {question}
 SMALL = [
     *("--config", "smollm2-135m", "--turn_tokens", "48", "--reply_tokens", "40", "--total_tokens", "512"),
     *("--batch", "4", "--minibatch", "4", "--eval_questions", "4", "--print_every", "0", "--eval_every", "0"),
+    "--no_gradient_checkpointing",
 ]
 
 
@@ -92,7 +95,7 @@ def test_a_real_model_trains_against_real_servers(inputs, tmp_path, precision):
     evaluated.
     """
     folder = tmp_path / "run"
-    steps = ["--steps", "2", "--sft_steps", "24", "--sft_lr", "0.001"]
+    steps = ["--steps", "2", "--sft_steps", "10", "--sft_lr", "0.002"]
     printed = run("train.py", *arguments(inputs), *precision, *steps, "--run_dir", str(folder))
     assert "memory on the device (estimated)" in printed and "warm start: loss" in printed
     rows = [json.loads(line) for line in (folder / "trajectories.jsonl").open()]
@@ -107,6 +110,10 @@ def test_a_real_model_trains_against_real_servers(inputs, tmp_path, precision):
     adapters = sorted(folder.glob("checkpoints/step-000002/*/adapter_model.safetensors"))
     assert [path.parent.name for path in adapters] == ["critic", "policy", "reference"]
     assert "step-000002, 4 test questions" in run("evaluate.py", "--run", str(folder))
+    base = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    model = PeftModel.from_pretrained(base, adapters[1].parent)  # PEFT alone reads what was trained
+    moved = [p for name, p in model.named_parameters() if "lora_B" in name]
+    assert len(moved) == 7 * 30 and all(p.abs().max() > 0 for p in moved)
 
 
 def test_without_a_warm_start_the_small_model_has_no_form(inputs):
@@ -114,16 +121,3 @@ def test_without_a_warm_start_the_small_model_has_no_form(inputs):
     printed = run("evaluate.py", *arguments(inputs))
     total = next(line for line in printed.splitlines() if line.startswith("| all |"))
     assert total.split("|")[5].strip().startswith("0.000")  # the column `format`
-
-
-def test_adapters_reload_with_peft_alone(inputs, tmp_path):
-    """Catches adapters that only this project can read."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    folder = tmp_path / "run"
-    run("train.py", *arguments(inputs), "--steps", "1", "--sft_steps", "1", "--run_dir", str(folder))
-    base = AutoModelForCausalLM.from_pretrained(inputs / "model")
-    model = PeftModel.from_pretrained(base, folder / "checkpoints/step-000001/policy")
-    moved = [p for name, p in model.named_parameters() if "lora_B" in name]
-    assert len(moved) == 7 * 30 and any(p.abs().max() > 0 for p in moved)
