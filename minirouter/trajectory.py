@@ -118,8 +118,10 @@ class Trajectory:
 
     @property
     def text(self) -> str:
-        """What the router wrote, replies left out: the text whose form is judged."""
-        return "".join(self.turns)
+        """What the router wrote, replies left out: the text whose form is judged. A line break stands for a
+        reply, so that no tag comes about that was never written.
+        """
+        return "\n".join(self.turns)
 
     @property
     def actions(self) -> list[int]:

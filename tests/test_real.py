@@ -70,7 +70,7 @@ def inputs(gguf, tmp_path_factory):
     servers, entries = [], []
     for name, price in (("Ada", 0.2), ("Bob", 0.9)):
         p = CommonParams()
-        p.model.path, p.model_alias, p.hostnames, p.port = str(gguf), name, ["127.0.0.1"], 0
+        p.model.path, p.model_alias, p.hostnames, p.port = str(gguf), {name}, ["127.0.0.1"], 0
         p.n_ctx, p.n_parallel, p.n_predict, p.api_keys = 1024, 1, 48, [KEY]
         p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 1
         servers.append(Server(p))

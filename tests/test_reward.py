@@ -163,7 +163,8 @@ def trajectory(text: str = GOOD, cost: float = 4.0, status: str = "ok") -> Traje
         Call("Ada", "who?", Reply("Goethe", status, cost=cost)),
         Call("Bo", "when?", Reply("1832", cost=5.0)),
     ]
-    return Trajectory(turns=[text[:20], text[20:]], calls=calls, finish="answer")
+    cut = text.find("</search>") + len("</search>")
+    return Trajectory(turns=[text[:cut], text[cut:]], calls=calls, finish="answer")
 
 
 QUESTION = Question("q", "Who wrote Faust?", ("Goethe", "J. W. Goethe"))
@@ -240,3 +241,10 @@ def test_composed_and_decomposed_text_score_alike(text):
     """Catches a normalisation that depends on how an accent is spelled."""
     forms = [unicodedata.normalize(form, text) for form in ("NFC", "NFD")]
     assert normalize_answer(forms[0]) == normalize_answer(forms[1])
+
+
+def test_no_answer_comes_about_where_two_turns_meet():
+    """Catches a reward for a tag that was half written before a reply and half after it."""
+    turns = ["<think>a</think><search>Ada: q</search><", "answer>gold</answer>"]
+    trajectory = Trajectory(turns=turns, finish="eos")
+    assert extract_answer(trajectory.text) is None

@@ -69,7 +69,7 @@ def test_think_call_listen_answer():
     t = play(own(CALL), reply(INFO), own(ANSWER), pool=pool)
     assert t.finish == "answer"
     assert t.turns == [CALL, ANSWER]
-    assert t.text == CALL + ANSWER
+    assert t.text == CALL + "\n" + ANSWER
     assert pool.asked == [("a", "who?")]
     assert [(c.name, c.query, c.reply.status) for c in t.calls] == [("a", "who?", "ok")]
     assert t.cost == 7.0
@@ -258,7 +258,7 @@ def test_what_a_reply_says_is_never_an_action_a_tag_or_a_special_token(text):
     ]
     assert not {PAD, BOS, END, START} & set(heard)
     assert decode(heard).count("<info>") == decode(heard).count("</info>") == 1
-    assert (t.finish, pool.asked, t.text) == ("answer", [("a", "who?")], CALL + ANSWER)
+    assert (t.finish, pool.asked, t.text) == ("answer", [("a", "who?")], CALL + "\n" + ANSWER)
 
 
 @pytest.mark.parametrize("budget", [25, 40, 63])

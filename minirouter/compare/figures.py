@@ -34,11 +34,16 @@ def pareto(path: Path, trained: Mapping[str, Runs], others: Mapping[str, Runs]) 
     point.
     """
     plt, figure, (axis,) = _figure(1, (10, 6.5))
-    for name, runs in others.items():
+    placed: list[tuple[float, float]] = []
+    for name, runs in sorted(others.items(), key=lambda item: stacked(item[1], "cost").mean()):
         x, y = stacked(runs, "cost").mean(), stacked(runs, "em").mean()
         colour = ORANGE if name in ("Oracle", "by hand") else GREY
         axis.plot(x, y, "o", color=colour, markersize=5)
-        axis.annotate(name, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=7, color=colour)
+        line = y
+        while any(x - left < 12 and abs(line - up) < 0.018 for left, up in placed):
+            line -= 0.018  # below the label that is in the way
+        placed.append((x, line))
+        axis.annotate(name, (x, line), xytext=(5, 1), textcoords="offset points", fontsize=7, color=colour)
     points = []
     for name, runs in trained.items():
         em, cost = stacked(runs, "em"), stacked(runs, "cost")
