@@ -40,10 +40,18 @@ def pareto(path: Path, trained: Mapping[str, Runs], others: Mapping[str, Runs]) 
         colour = ORANGE if name in ("Oracle", "by hand") else GREY
         axis.plot(x, y, "o", color=colour, markersize=5)
         line = y
-        while any(x - left < 12 and abs(line - up) < 0.018 for left, up in placed):
+        while any(x - left < 12 and abs(line - up) < 0.0175 for left, up in placed):
             line -= 0.018  # below the label that is in the way
         placed.append((x, line))
-        axis.annotate(name, (x, line), xytext=(5, 1), textcoords="offset points", fontsize=7, color=colour)
+        axis.annotate(
+            name,
+            (x, line),
+            xytext=(5, 1),
+            textcoords="offset points",
+            fontsize=7,
+            color=colour,
+            annotation_clip=False,
+        )
     points = []
     for name, runs in trained.items():
         em, cost = stacked(runs, "em"), stacked(runs, "cost")
