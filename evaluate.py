@@ -170,7 +170,7 @@ def main() -> None:
         if run:
             config = own_files(config, run)
         router, task = build(config)
-        task.keep_account(config.ledger or (run or Path()) / "ledger.sqlite", config.max_usd)
+        task.keep_account(config.ledger or (run or Path("runs")) / "ledger.sqlite", config.max_usd)
         questions = task.questions(options.split, config.eval_questions)
         found = others(options, router, task, config, questions)
         name = restore(router, run, options.at) if run else "base model"
