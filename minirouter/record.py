@@ -172,7 +172,10 @@ class Recorder:
 
     def read(self, name: str) -> list[dict[str, Any]]:
         path = self.folder / name
-        return [json.loads(line) for line in path.open(encoding="utf-8")] if path.exists() else []
+        if not path.exists():
+            return []
+        with path.open(encoding="utf-8", newline="\n") as file:  # a bare carriage return ends no line
+            return [json.loads(line) for line in file]
 
     def cut(self, name: str, step: int) -> None:
         """Drop the lines of steps after `step`, and a last line that was not finished: a resumed run writes

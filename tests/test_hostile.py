@@ -230,6 +230,16 @@ def test_a_line_that_is_no_utf8_is_not_taken_for_a_line_of_the_run(tmp_path):
     recorder.lock.close()
 
 
+def test_a_carriage_return_ends_no_line_of_the_record(tmp_path):
+    """Found by fuzzing, case 12260 of seed 101: the cut and the reader saw different lines."""
+    recorder = Recorder(tmp_path / "run")
+    path = recorder.folder / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1,\r"a": 2}\n{"step": 2}\n')
+    recorder.cut("metrics.jsonl", 1)
+    assert recorder.read("metrics.jsonl") == [{"step": 1, "a": 2}]
+    recorder.lock.close()
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [
