@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from runs import (
+from scripted import random_ids, random_router, spoken
+from wholeruns import (
     WorldServer,
     full_disk,
     lines,
@@ -29,7 +30,6 @@ from runs import (
     untimed,
     wait_for,
 )
-from scripted import random_ids, random_router, spoken
 
 from minirouter import update as update_module
 from minirouter import view
@@ -419,23 +419,23 @@ def one_update(max_tokens: int, monkeypatch=None, fails=()):
 
 def test_a_minibatch_is_done_again_whole_in_smaller_packs(monkeypatch):
     """Catches gradients of an unfinished pass that stay, roles that step twice, a minibatch left out."""
-    small, said_small = one_update(60, monkeypatch)
-    large, said_large = one_update(120, monkeypatch)
-    assert (said_small["pack_tokens"], said_large["pack_tokens"]) == (60, 120)
-    for fails in ({1}, {2}, {3}, {4}):  # in the first pack and later ones, of either role
-        weights, metrics = one_update(120, monkeypatch, fails)
-        assert metrics["pack_tokens"] == 60 and metrics["bad_steps"] == 0
+    small, said_small = one_update(40, monkeypatch)
+    large, said_large = one_update(80, monkeypatch)
+    assert (said_small["pack_tokens"], said_large["pack_tokens"]) == (40, 80)
+    for fails in ({1}, {2}, {3}, {4}):  # of either role, in the first of two packs and in the second
+        weights, metrics = one_update(80, monkeypatch, fails)
+        assert metrics["pack_tokens"] == 40 and metrics["bad_steps"] == 0
         assert metrics["grad_norm/policy"] == pytest.approx(said_large["grad_norm/policy"], rel=1e-4)
         for a, b in zip(weights, large, strict=True):
             assert torch.allclose(a, b, atol=1e-5)
-    weights, _ = one_update(120, monkeypatch, {1})
+    weights, _ = one_update(80, monkeypatch, {1})
     assert all(torch.equal(a, b) for a, b in zip(weights, small, strict=True)), "from the first pack on"
 
 
 def test_out_of_memory_twice_is_the_end(monkeypatch):
     """Catches a pack size that shrinks to nothing, pass by pass."""
-    with pytest.raises(torch.OutOfMemoryError, match="packs of 60 tokens do not fit into the memory"):
-        one_update(120, monkeypatch, {1, 2})
+    with pytest.raises(torch.OutOfMemoryError, match="packs of 40 tokens do not fit into the memory"):
+        one_update(80, monkeypatch, {1, 2})
 
 
 def test_an_infinite_loss_is_left_out_though_its_gradient_is_finite(monkeypatch):

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs import (
+from wholeruns import (
     die_in,
     die_writing,
     kill_at_random,

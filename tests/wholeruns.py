@@ -35,7 +35,7 @@ SMALL = (
     " --keep_last 99 --print_every 0"
 )
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["runs", "train"])
+FORKS.set_forkserver_preload(["wholeruns", "train"])
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])  # for the fork server
 sys.path.insert(0, str(ROOT))
 
