@@ -190,8 +190,9 @@ def check_tree_mask(model: Any) -> None:
 
 # Bytes for each token and unit of width (hidden, all heads, intermediate), by the size of a number: what a
 # layer saves for its backward pass, and what that needs beside it. LoRA computes in float32: a bfloat16 layer
-# keeps float32 copies of its inputs. Found with the memory profiler on Llama blocks; a test measures others.
-SAVED_BYTES = {2: (28, 10, 10), 4: (16, 12, 16)}
+# keeps float32 copies of its inputs; each branch of a pack keeps a copy of its prefix's keys and values (here
+# as long as the branch). Found with the memory profiler on Llama blocks; a test measures others.
+SAVED_BYTES = {2: (28, 14, 10), 4: (16, 20, 16)}
 WORK_BYTES = {2: (12, 0, 8), 4: (0, 0, 8)}
 LOGIT_BYTES = 27  # for each logit of a chunk: the logits, log-softmax, probabilities, and their gradients
 
@@ -235,9 +236,9 @@ def memory_estimate(
         sum(a * b for a, b in zip(table[size], widths, strict=True)) for table in (SAVED_BYTES, WORK_BYTES)
     )
     kept = layers * text.hidden_size * size + saved if gradient_checkpointing else layers * saved
-    mask = max_tokens_per_pack**2 * (
-        1 + size
-    )  # the tree mask, and the additive one that attention makes of it
+    # Gemma-2's soft cap needs attention that computes all pairs of a pack, under a mask
+    pairs = max_tokens_per_pack**2 if getattr(text, "attn_logit_softcapping", None) else 0
+    scores = pairs * (1 + size + heads * (4 + 2 * size))  # at least
     dequantised = max(m.weight.numel() for m in linears) * size if load_in_4bit else 0
     parts = {
         "weights": weights,
@@ -246,7 +247,7 @@ def memory_estimate(
         "optimiser": 2 * trained,
         "kv_cache": row * (getattr(text, "num_key_value_heads", None) or heads) * layers,
         "decoding": row * heads,  # one layer at a time, keys and values are repeated for every query head
-        "activations": max_tokens_per_pack * (kept + work) + mask + dequantised,
+        "activations": max_tokens_per_pack * (kept + work) + scores + dequantised,
         "logit_chunk": head_chunk * text.vocab_size * LOGIT_BYTES,
     }
     rollout, update = parts["kv_cache"] + parts["decoding"], parts["activations"] + parts["logit_chunk"]

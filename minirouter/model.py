@@ -8,8 +8,8 @@ full copies of the model.
 The vocabulary projection runs at action positions only and in chunks that are computed again in the
 backward pass, so that (tokens x vocabulary) logits never exist at once.
 
-Shape letters: B trajectories, A actions, R rows, T or N tokens a row, C cached columns, E hidden size, V
-vocabulary.
+Shape letters: B trajectories, A actions, R rows, T tokens a row, N tokens of a pack, C cached columns, E
+hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,18 +24,13 @@ import torch
 from peft import LoraConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .attention import ATTENTION, tree_mask
 from .load import load_model, stop_ids
 from .ppo import logp_entropy
-from .sampler import shared_prefix_attention
 from .trajectory import Batch
 
 CHUNK_LOGITS = 2**23  # of one chunk of the head, about 230 MB in its backward pass
-ATTENTION = "shared_prefix"
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, shared_prefix_attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, sdpa_mask)  # without it, padding and causality are lost
 
 
 def prepare(model: Any) -> None:
@@ -250,11 +245,12 @@ class Router:
         """Hidden states of the valid actions, flat (n, E), and the mask (B, A) that scatters them back."""
         # Gradient checkpointing works in train() only; dropout is 0, so that train() and eval() agree.
         self.model.train(torch.is_grad_enabled())
-        mask = batch.attention_mask
-        hidden = self.hidden(
-            batch.input_ids.to(self.device),
-            batch.position_ids.to(self.device),
-            None if mask is None else mask.to(self.device),
-        )
+        ids, positions = batch.input_ids.to(self.device), batch.position_ids.to(self.device)
+        if self.reads_prefix:
+            # a mask of one entry: without one the library would make its own from the positions
+            nothing_hidden = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+            hidden = self.hidden(ids, positions, nothing_hidden, branches=batch.branches)
+        else:
+            hidden = self.hidden(ids, positions, tree_mask(batch.branches).to(self.device))
         where = batch.mask.to(self.device)
-        return hidden.flatten(0, 1)[batch.action_index.to(self.device)[where]], where
+        return hidden[0][batch.action_index.to(self.device)[where]], where

@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 Draw = tuple[int, float]  # token id, its log-prob in nats
 
@@ -73,41 +72,6 @@ class RaggedCache:
             kept = tensor[i, :, :columns].clone()
             tensor[i, :, :columns] = tensor[j, :, :columns]
             tensor[j, :, :columns] = kept
-
-
-def shared_prefix_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    shared: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of one new id a row to a prefix that all rows share, `shared` (one row), and to own columns.
-
-    Reading the prefix once, for the queries of all rows together, is a product of matrices; reading a copy
-    of it for each row would be bound by memory. query (R, heads, 1, D), key and value (R, H, C, D),
-    attention_mask (R, 1, 1, prefix + C), added. Without `shared` this is the attention of the library.
-    """
-    if shared is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    common_key, common_value = (t[0] for t in shared[module.layer_idx])  # (H, P, D)
-    rows, size = len(query), common_key.shape[1]
-    query = (query * (scaling or query.shape[-1] ** -0.5)).view(rows, key.shape[1], -1, query.shape[-1])
-
-    def fold(x: torch.Tensor) -> torch.Tensor:  # (R, H, G, ...) -> (H, R * G, ...), G query heads a key head
-        return x.transpose(0, 1).flatten(1, 2)
-
-    def unfold(x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(1, (rows, -1)).transpose(0, 1)
-
-    scores = [unfold(fold(query) @ common_key.transpose(1, 2)), query @ key.transpose(2, 3)]
-    scores = torch.cat(scores, dim=-1) + attention_mask  # (R, H, G, P + C)
-    p = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-    out = unfold(fold(p[..., :size]) @ common_value) + p[..., size:] @ value  # (R, H, G, D)
-    return out.flatten(1, 2)[:, None], None  # (R, 1, heads, D)
 
 
 def draw(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float, top_p: float = 1.0):

@@ -155,18 +155,13 @@ class Reward:
 
 @dataclass(frozen=True)
 class Batch:
-    """Trajectories laid out for one forward pass. R rows of N tokens; B trajectories of at most A actions.
-
-    One row holding a common prefix and then every branch (`attention_mask` is the tree mask), or one
-    right-padded row a trajectory (`attention_mask` is None: causal attention never looks right, where the
-    padding is).
+    """Trajectories laid out for one forward pass: a common prefix and then every branch, in one row.
+    N tokens; B trajectories of at most A actions.
     """
 
-    input_ids: torch.Tensor  # (R, N) int64
-    position_ids: torch.Tensor  # (R, N) int64
-    attention_mask: torch.Tensor | None  # (1, 1, N, N) bool, True = may look
-    action_index: (
-        torch.Tensor
-    )  # (B, A) int64, into the flattened (R * N): the state of the action, before its token
+    input_ids: torch.Tensor  # (1, N) int64
+    position_ids: torch.Tensor  # (1, N) int64
+    branches: tuple[int, ...]  # lengths: of the prefix (may be 0), then of each branch
+    action_index: torch.Tensor  # (B, A) int64, into N: the state of the action, before its token
     action_ids: torch.Tensor  # (B, A) int64
     mask: torch.Tensor  # (B, A) bool, right padding

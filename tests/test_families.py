@@ -10,8 +10,7 @@ from families import FAMILIES
 from scripted import EchoPool, limits, random_ids, random_router, spoken
 from torch import tensor
 
-from minirouter import packing
-from minirouter.packing import layout, pack
+from minirouter.packing import pack
 from minirouter.ppo import logp_entropy
 from minirouter.rollout import rollout
 
@@ -35,7 +34,7 @@ def test_our_logits_are_the_model_s_own(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_both_layouts_give_each_family_s_own_numbers(family, monkeypatch):
+def test_a_pack_gives_each_family_s_own_numbers(family):
     """Catches a tree mask that a family's attention adds, ignores or replaces by that of its window."""
     router = random_router(family, temperature=0.7)
     rng = random.Random(0)
@@ -44,22 +43,19 @@ def test_both_layouts_give_each_family_s_own_numbers(family, monkeypatch):
     trajectories = [spoken(rng, common + random_ids(rng, b), p) for b, p in enumerate(parts)]
     body = router.model.get_base_model().get_decoder()
     with torch.no_grad():
-        for tree in (True, False):
-            monkeypatch.setattr(packing, "layout", lambda *x, tree=tree: (tree, layout(*x)[1]))
-            batch = pack(trajectories)
-            assert (batch.attention_mask is not None) == tree
-            logp, entropy = router.logp(batch)
-            for b, t in enumerate(trajectories):
-                ids, states = tensor([t.ids]), tensor(t.actions) - 1
-                logits = router.model(input_ids=ids, use_cache=False).logits[0, states]
-                single = logp_entropy(logits / 0.7, ids[0, states + 1])
-                for ours, theirs in zip((logp, entropy), single, strict=True):
-                    assert torch.allclose(ours[b, : len(states)], theirs, atol=1e-4)
-            value = router.value(batch)
-            for b, t in enumerate(trajectories):
-                hidden = body(input_ids=tensor([t.ids]), use_cache=False).last_hidden_state
-                theirs = router.value_head(hidden[0, tensor(t.actions) - 1])[:, 0]
-                assert torch.allclose(value[b, : len(t.actions)], theirs, atol=1e-4)
+        batch = pack(trajectories)
+        logp, entropy = router.logp(batch)
+        for b, t in enumerate(trajectories):
+            ids, states = tensor([t.ids]), tensor(t.actions) - 1
+            logits = router.model(input_ids=ids, use_cache=False).logits[0, states]
+            single = logp_entropy(logits / 0.7, ids[0, states + 1])
+            for ours, theirs in zip((logp, entropy), single, strict=True):
+                assert torch.allclose(ours[b, : len(states)], theirs, atol=1e-4)
+        value = router.value(batch)
+        for b, t in enumerate(trajectories):
+            hidden = body(input_ids=tensor([t.ids]), use_cache=False).last_hidden_state
+            theirs = router.value_head(hidden[0, tensor(t.actions) - 1])[:, 0]
+            assert torch.allclose(value[b, : len(t.actions)], theirs, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

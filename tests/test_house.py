@@ -18,7 +18,7 @@ PACKAGE = ROOT / "minirouter"
 
 # A module may import those above its line, and trajectory and tags from anywhere.
 TIERS = (
-    "tags trajectory sampler ppo record ledger load facts watch",
+    "tags trajectory attention sampler ppo record ledger load facts watch",
     "reward data pool model packing checkpoint",
     "rollout world sft estimates",
     "update",
@@ -35,6 +35,7 @@ ONLY = {  # a library: the modules that may import it
     "requests": {"pool"},
     "urllib3": {"pool"},
     "torch": {
+        "attention",
         "sampler",
         "model",
         "load",
@@ -48,7 +49,7 @@ ONLY = {  # a library: the modules that may import it
         "train",
     },
     "safetensors": {"checkpoint"},
-    "transformers": {"sampler", "model", "load", "config", "compare"},
+    "transformers": {"attention", "model", "load", "config", "compare"},
 }
 ALGORITHM = {"tags", "trajectory", "rollout", "packing", "reward", "ppo", "estimates", "update", "train"}
 SHORT, LONG, FUNCTION = 200, 300, 60

@@ -373,8 +373,8 @@ def peak_bytes(work) -> int:
     return most
 
 
-def update_bytes(shape, dtype, tokens, actions, chunk, tree=True, checkpointing=True) -> int:
-    """Measured peak of forward and backward of one pack."""
+def update_bytes(shape, dtype, tokens, actions, chunk, checkpointing=True) -> int:
+    """Measured peak of forward and backward of one pack: three branches, as long as their prefix."""
     model = AutoModelForCausalLM.from_config(shape, dtype=dtype).requires_grad_(False)
     router = Router(
         model, byte_tokenizer(), 4, critic=False, gradient_checkpointing=checkpointing, head_chunk=chunk
@@ -382,9 +382,9 @@ def update_bytes(shape, dtype, tokens, actions, chunk, tree=True, checkpointing=
     for p in router.parameters("policy"):
         p.grad = torch.zeros_like(p)
     ids = torch.randint(4, 200, (1, tokens))
-    mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()[None, None] if tree else None
     index = torch.arange(actions)[None]
-    batch = Batch(ids, torch.arange(tokens)[None], mask, index, ids[:, :actions], index >= 0)
+    branches = (tokens // 4,) * 4
+    batch = Batch(ids, torch.arange(tokens)[None], branches, index, ids[:, :actions], index >= 0)
 
     def update():
         logp, entropy = router.logp(batch)

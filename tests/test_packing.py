@@ -9,8 +9,8 @@ import torch
 from scripted import VOCAB, random_ids, random_router, spoken
 from torch import tensor
 
-from minirouter import packing
-from minirouter.packing import common_prefix, layout, micro_batches, pack, shared_prefix
+from minirouter.attention import tree_mask
+from minirouter.packing import common_prefix, micro_batches, pack, shared_prefix
 from minirouter.ppo import logp_entropy
 from minirouter.trajectory import Trajectory
 
@@ -87,16 +87,12 @@ def close(a: torch.Tensor, b: torch.Tensor, relative: float) -> bool:
     return bool((a - b).abs().max() <= relative * b.abs().max())
 
 
-def force(monkeypatch, tree: bool) -> None:
-    """Have packs laid out one way, whichever is cheaper."""
-    monkeypatch.setattr(packing, "layout", lambda lengths, prefix: (tree, layout(lengths, prefix)[1]))
-
-
 @pytest.mark.parametrize("role", ["policy", "critic"])
 @pytest.mark.parametrize("case", CASES)
-def test_packed_equals_one_by_one_in_numbers_and_gradients(case, role, monkeypatch):
+def test_packed_equals_one_by_one_in_numbers_and_gradients(case, role):
     """Catches a branch that sees another, positions that go on over branches, a state of the wrong branch
-    (whole prompts shared), the state after an action's token, and a prefix that carries no gradient."""
+    (whole prompts shared), the state after an action's token, a prefix that carries no gradient, and a mask
+    for other attentions that says something else."""
     trajectories = CASES[case]()
     router = random_router(temperature=0.7)
     singles = [alone(router, role, t) for t in trajectories]
@@ -104,10 +100,9 @@ def test_packed_equals_one_by_one_in_numbers_and_gradients(case, role, monkeypat
     sum(weighted).backward()
     theirs = gradients(router, role)
     assert all(gradient.abs().max() > 0 for gradient in theirs.values())
-    for tree in (True, False):
-        force(monkeypatch, tree)
+    assert router.reads_prefix
+    for router.reads_prefix in (True, False):
         batch = pack(trajectories)
-        assert (batch.attention_mask is not None) == tree
         loss = 0.0
         for k, output in enumerate(packed(router, role, batch)):
             for b, t in enumerate(trajectories):
@@ -121,23 +116,21 @@ def test_packed_equals_one_by_one_in_numbers_and_gradients(case, role, monkeypat
         assert all(close(ours[name], theirs[name], 1e-4) for name in theirs)
 
 
-@pytest.mark.parametrize("tree", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_columns_are_the_drawn_tokens_in_order(case, tree, monkeypatch):
+def test_columns_are_the_drawn_tokens_in_order(case):
     """Catches a reply with a column, a column out of place, and a mask that is not right padding."""
-    force(monkeypatch, tree)
     trajectories = CASES[case]()
     batch = pack(trajectories)
     for b, t in enumerate(trajectories):
         n = len(t.actions)
         assert batch.mask[b].tolist() == [True] * n + [False] * (batch.mask.shape[1] - n)
         assert batch.action_ids[b, :n].tolist() == [t.ids[i] for i in t.actions]
-        before = batch.input_ids.flatten()[batch.action_index[b, :n]]
+        before = batch.input_ids[0, batch.action_index[b, :n]]
         assert before.tolist() == [t.ids[i - 1] for i in t.actions]
 
 
 def test_a_pack_computes_every_distinct_token_once():
-    """Catches a prefix that is shorter than it could be, and padding in a tree."""
+    """Catches a prefix that is shorter than it could be, and padding."""
     trajectories = a_tree()
     batch = pack(trajectories)
     assert shared_prefix(trajectories) == 60
@@ -163,7 +156,8 @@ def test_the_tree_mask_and_positions_by_hand():
     batch = pack([a, b])
     assert batch.input_ids.tolist() == [[4, 5, 6, 7, 8, 9, 10]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3]]
-    assert batch.attention_mask[0, 0].int().tolist() == [
+    assert batch.branches == (2, 3, 2)
+    assert tree_mask(batch.branches)[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0, 0],
         [1, 1, 1, 0, 0, 0, 0],
@@ -179,8 +173,8 @@ def test_the_tree_mask_and_positions_by_hand():
     assert batch.action_ids.tolist() == [[7, 8], [9, 10]]
 
 
-def test_padded_rows_by_hand(monkeypatch):
-    """Catches positions that count padding, and an index that forgets the rows above."""
+def test_prompts_with_nothing_in_common_by_hand():
+    """Catches positions that go on over branches, and an index that forgets the branches before."""
     a, b = Trajectory(prompt_len=1), Trajectory(prompt_len=2)
     a.append([4])
     a.append([7], [0.0])
@@ -188,12 +182,11 @@ def test_padded_rows_by_hand(monkeypatch):
     b.append([8], [0.0])
     b.append([9])
     b.append([3], [0.0])
-    force(monkeypatch, tree=False)
     batch = pack([a, b])
-    assert batch.attention_mask is None
-    assert batch.input_ids.tolist() == [[4, 7, 0, 0, 0], [5, 6, 8, 9, 3]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4]] * 2
-    assert batch.action_index.tolist()[1] == [6, 8]
+    assert batch.branches == (0, 2, 5)
+    assert batch.input_ids.tolist() == [[4, 7, 5, 6, 8, 9, 3]]
+    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 4]]
+    assert batch.action_index.tolist()[1] == [3, 5]
     assert batch.action_index[0, 0] == 0
     assert batch.action_ids[0, 0] == 7
     assert batch.mask.tolist() == [[True, False], [True, True]]
@@ -214,15 +207,6 @@ def test_packs_hold_each_row_once_and_keep_to_their_size(make):
     assert len(micro_batches(trajectories, 1)) == len(trajectories)
     assert len(micro_batches(trajectories, 10_000)) == 1
     assert micro_batches([], 100) == []
-
-
-def test_the_layout_counts_tokens_and_attention():
-    """Catches a tree where nothing is shared, and padded rows where nearly everything is."""
-    assert layout([1000] * 8, 900) == (True, 900 + 800)
-    assert layout([1000] * 8, 0) == (False, 8000)
-    assert (
-        layout([50_000] * 8, 25_000)[0] is False
-    )  # tokens are saved, but attention over all of them is dearer
 
 
 def test_the_common_prefix_of_rows():

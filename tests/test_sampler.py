@@ -12,7 +12,8 @@ from families import FAMILIES
 from scripted import VOCAB, ScriptedRouter, one_hot, random_ids, random_router
 from torch import tensor
 
-from minirouter.sampler import RaggedCache, Sampler, draw, nucleus, shared_prefix_attention
+from minirouter.attention import attention
+from minirouter.sampler import RaggedCache, Sampler, draw, nucleus
 
 # ---- drawing
 
@@ -248,9 +249,7 @@ def attended(dtype: torch.dtype, apart: bool) -> torch.Tensor:
     mask = torch.where(torch.arange(-40, 9) <= places[:, :, None], 0.0, torch.finfo(dtype).min)[:, None]
     module = SimpleNamespace(layer_idx=0, num_key_value_groups=4, is_causal=True)
     shared = {"shared": cache.prefix} if apart else {}
-    out, _ = shared_prefix_attention(
-        module, query.to(dtype), key, value, mask.to(dtype), scaling=0.25, **shared
-    )
+    out, _ = attention(module, query.to(dtype), key, value, mask.to(dtype), scaling=0.25, **shared)
     return out.float()
 
 
