@@ -31,6 +31,7 @@ from minirouter.estimates import (
     trainable,
     with_info_as_actions,
 )
+from minirouter.ppo import annealed
 from minirouter.record import Recorder, mean, summarise, trajectory_row, transcript
 from minirouter.report import compare
 from minirouter.reward import CostScale, score
@@ -82,8 +83,8 @@ def train_step(run: Run) -> dict[str, float]:
         metrics |= action_metrics(est, batch, returns)
 
         # critic, then policy
-        clips = (c.clip, c.value_clip, c.max_grad_norm)
-        rules = Rules(c.minibatch, c.ppo_epochs, run.pack_tokens, *clips, c.entropy_coef, kl_loss)
+        fixed = (c.minibatch, c.ppo_epochs, run.pack_tokens, c.clip, c.value_clip, c.max_grad_norm)
+        rules = Rules(*fixed, annealed(c.entropy_coef, run.step, c.entropy_steps), kl_loss)
         metrics |= update(router, run.optimisers, batch, est, advantages, returns, rules, seed)
         run.pack_tokens = metrics["pack_tokens"]
         details = dict(zip(kept, per_action(est, advantages), strict=True))

@@ -33,7 +33,7 @@ POSITIVE = (
     ),
 )
 NOT_NEGATIVE = (
-    *("questions", "sft_steps", "eval_every", "eval_questions", "print_every", "seed"),
+    *("questions", "entropy_steps", "sft_steps", "eval_every", "eval_questions", "print_every", "seed"),
     *("kl_coef", "entropy_coef", "temperature", "eval_temperature"),
 )
 SHARES = ("alpha", "gamma", "lam", "drop_candidates")
@@ -99,6 +99,7 @@ class Config:
     clip: float = knob(0.2, "clip of the probability ratio")
     value_clip: float = knob(0.5, "clip of the value's change")
     entropy_coef: float = knob(0.001, "entropy bonus")
+    entropy_steps: int = knob(0, "steps over which the entropy bonus falls to 0; 0 = it stays")
     kl_coef: float = knob(0.001, "weight of the KL to the reference")
     kl_in: Literal["reward", "loss"] = knob("reward", "k1 in the reward, or k3 in the loss")
     max_grad_norm: float = knob(1.0, "gradient norms are clipped to this")

@@ -125,6 +125,12 @@ def group_advantage(score: Tensor, group: Sequence | Tensor, epsilon: float = 1e
     return advantages
 
 
+def annealed(start: float, step: int, steps: int) -> float:
+    """A coefficient at a step, from 1: `start`, falling in a line to 0 over `steps` steps; 0 steps: it
+    stays."""
+    return start * max(0.0, 1 - (step - 1) / steps) if steps else start
+
+
 def _keep(x: Tensor, mask: Tensor) -> Tensor:
     """`x` where `mask` is set, 0 elsewhere. Unlike a product, `where` stops NaN in the backward pass too."""
     return torch.where(mask.bool(), x, torch.zeros_like(x))

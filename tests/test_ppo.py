@@ -260,3 +260,11 @@ def test_loss_and_gradient_do_not_depend_on_the_size_of_micro_batches(size):
     (whole, whole_grad), (parts, parts_grad) = gradient(4), gradient(size)
     assert whole == pytest.approx(parts, abs=1e-6)
     assert torch.equal(whole_grad, parts_grad)
+
+
+def test_annealing_by_hand():
+    """Catches a bonus that starts below itself, that rises again after its end, and a 0 that ends it."""
+    assert [ppo.annealed(0.08, step, 4) for step in (1, 2, 4, 5, 9)] == pytest.approx(
+        [0.08, 0.06, 0.02, 0, 0]
+    )
+    assert ppo.annealed(0.08, 900, 0) == 0.08
