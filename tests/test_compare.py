@@ -520,6 +520,9 @@ def test_every_stage_has_its_runs_and_every_run_its_stage(tmp_path):
         job.name for own in small.jobs.values() for job in own
     )
     assert len({job.name for job in wanted}) == len(wanted)
+    whole = paper.open_paper(paper.parse(["--folder", str(tmp_path)])).wanted(list(paper.STAGES))
+    assert sum(job.name.startswith(("alpha-0.9-", "one-candidate-")) for job in whole) == 6
+    assert sum(job.name.startswith("GRPO-") for job in whole) == 1
     names = {job.name for job in small.wanted(["newcomer"])}
     assert all(job.grafted_on in names for job in wanted if job.grafted_on)
     with pytest.raises(ValueError, match="--alphas"):
@@ -537,7 +540,12 @@ class FakePaper:
     def __init__(self, folder):
         self.folder = folder
         (folder / "run").mkdir()
-        keys = ("reward", "reward/cost", "cost", "em", "entropy", "format_rate", "kl", "grad_norm/policy")
+        self.jobs = {"alpha 0.6": [runs.Job("x", ("--alpha", "0.6", "--seed", "0"))]}
+        self.jobs["strong KL"] = [runs.Job("y", ("--alpha", "0.6", "--kl_coef", "0.05", "--seed", "0"))]
+        keys = (
+            *("reward", "reward/cost", "cost", "em", "entropy", "format_rate", "kl", "grad_norm/policy"),
+            *("calls", "after_refusal/dearer"),
+        )
         lines = [json.dumps({"step": i, **dict.fromkeys(keys, i / 10)}) for i in range(1, 12)]
         (folder / "run" / "metrics.jsonl").write_text("\n".join(lines))
         call = {
@@ -577,6 +585,8 @@ def test_every_stage_makes_its_tables_and_its_figures(tmp_path):
         "| alpha 0.6 | 12 | 1.00 | 0.00 | 0.00 | 0.00 |" in told["calls"]
     )  # 6 refusals a seed, a dearer one after each
     assert stages.share_of(fake.rows, ["film"]) == (0.5, 0.5)
+    assert "| alpha 0.6 | `python train.py` | 0.60 |" in told["ablations"]
+    assert "| strong KL | `python train.py --kl_coef 0.05` | 0.60 |" in told["ablations"]
     assert "| fixed pool / shown in reverse |" in told["prompt"] and ablations.DEFAULT == "alpha 0.6"
     for name, text in told.items():
         (tmp_path / f"{name}.md").write_text(text)

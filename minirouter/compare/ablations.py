@@ -1,5 +1,5 @@
-"""The ablations: figures 4b and 4c, tables 6 and 7 of the paper, and what the paper lacks. (paper) ->
-Markdown.
+"""The ablations: figures 4b and 4c, tables 6 and 7 of the paper, what the paper lacks, one option each.
+(paper) -> Markdown.
 
 Every run has the default alpha, unless it is about alpha, and is tested against the default run, question by
 question.
@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import figures
-from .runs import NEW_TOPIC, fixed_pool
+from .runs import DEFAULT_ALPHA, NEW_TOPIC, fixed_pool
 from .stages import DEFAULT, share_of
 from .stats import Rows, column, markdown, number, paired_test, stacked
 
 if TYPE_CHECKING:
     from .paper import Paper
+
+ONE_LINE = (  # runs whose options are one line
+    *(DEFAULT, "alpha 0", "alpha 0.9", "no format reward", "info mask off", "one call only"),
+    *("GRPO", "strong KL", "paid when wrong"),
+)
 
 
 def format_reward(paper: Paper) -> str:
@@ -102,6 +107,28 @@ def lacking(paper: Paper) -> str:
     figures.curves(paper.folder / "mask.png", {t: k for t, k in panels.items() if k in known}, runs)
     parts += ["![](lacking.png)", "### The info mask off", "![](mask.png)", "### Seeds", _by_seed(paper)]
     return "\n\n".join(parts)
+
+
+def one_line(paper: Paper) -> str:
+    """What each option does to training itself: means over its last 20 steps, sampled, and over seeds."""
+    keys = {
+        "EM": "em",
+        "cost": "cost",
+        "format": "format_rate",
+        "calls": "calls",
+        "after a refusal: dearer": "after_refusal/dearer",
+        "entropy": "entropy",
+        "KL": "kl",
+        "gradient norm": "grad_norm/policy",
+    }
+    lines = []
+    for name in (name for name in ONE_LINE if name in paper.jobs):
+        last = [row for run in paper.folders(name) for row in figures.read_metrics(run)[-20:]]
+        given = paper.jobs[name][0].options[:-2]  # without the seed
+        given = given[2:] if given[:2] == ("--alpha", str(DEFAULT_ALPHA)) else given
+        means = [f"{np.mean([row[key] for row in last]):.2f}" for key in keys.values()]
+        lines.append([name, f"`{' '.join(['python train.py', *given])}`", *means])
+    return markdown(("what", "command", *keys), lines)
 
 
 def _by_seed(paper: Paper) -> str:

@@ -47,6 +47,7 @@ STAGES = {  # name: (title, the function, the runs that it needs; "alphas" are a
         "fixed pool", "fixed pool without", "added during training")),
     "lacking": ("8. What the paper lacks", ablations.lacking, (
         "alphas", "one candidate", "one call only", "info mask off", "fixed pool")),
+    "ablations": ("9. One option each", ablations.one_line, ("alphas", *ablations.ONE_LINE)),
 }  # fmt: skip
 ALONE = ("Direct", "CoT", "SFT", "RAG")  # they do not see the pool, and answer alike in every set
 SECONDS_A_QUESTION = 0.9  # of all systems and sets together, one core
@@ -87,7 +88,7 @@ class Paper:
         names = dict.fromkeys(name for stage in only for name in STAGES[stage][2])
         known = {"alphas": self.alphas, "default": [stages.DEFAULT]}
         names = dict.fromkeys(found for name in names for found in known.get(name, [name]))
-        return [job for name in names for job in self.jobs[name]]
+        return [job for name in names for job in self.jobs.get(name, ())]
 
     @cached_property
     def config(self) -> Config:
@@ -250,7 +251,8 @@ def gather(paper: Paper) -> Path:
     """paper.md: all stages that have been written, in their order."""
     head = (
         "# The tables and figures of the paper, in the miniature world\n\n"
-        f"{paper.count} test questions, {paper.steps} steps a run, seeds {', '.join(map(str, paper.seeds))}. "
+        f"{paper.count} test questions, {paper.steps} steps a run; {len(paper.seeds)} seeds of each alpha "
+        "and of what the paper lacks, one of everything else. "
         "Cost is in USD per 1M such questions, a price in USD per 1M output tokens. Intervals are at 95 % "
         "(bootstrap), p is of a sign-flip test, paired by question. In the miniature a thought is about whom "
         "to ask, so that CoT has nothing to think about."
@@ -275,6 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         say(f"answering {paper.count} questions with every system: at most {answering:.0f} minutes")
         if not options.no_training:
             common = ["--config", "tiny", "--model", options.model, "--eval_questions", "40"]
+            common += ["--entropy_steps", str(paper.steps)]  # its whole fall, in however few steps
             runs.train_all(jobs, paper.folder / "runs", paper.steps, common, paper.parallel, say)
         for name in only:
             write_stage(paper, name)

@@ -27,6 +27,7 @@ SECONDS_AROUND = 15.0  # loading and evaluating, a run
 DEFAULT_ALPHA = 0.6  # of every run that is not about alpha
 NEW_TOPIC = "science"  # what the candidate is expert in that is added during training
 FIXED_PRICES = {"film": 2, "sport": 1, "science": 1, "place": 3, "people": 2, "middling": 3, "large": 7}
+EVERY_SEED = ("one candidate", "fixed pool", "one call only", "info mask off")
 CANDIDATE_FORMS = {  # the first line of a prompt: how a candidate is shown
     "short": "{candidate} = [${price} ]{descriptor} {name}",
     "long": "{candidate} = [${price} ]i think i know about {descriptor} {name}",
@@ -84,7 +85,9 @@ def write_inputs(folder: Path) -> dict[str, str]:
 
 
 def all_jobs(alphas: Sequence[float], seeds: Sequence[int], inputs: dict[str, str]) -> dict[str, list[Job]]:
-    """The runs of each stage of the paper, by the name of what is varied; one run a seed."""
+    """The runs of each stage of the paper, by the name of what is varied: one run a seed of what the paper's
+    main claims stand on (alpha, and EVERY_SEED), one run of everything else.
+    """
     half = ("--alpha", str(DEFAULT_ALPHA))
     varied = {f"alpha {a:g}": ("--alpha", str(a)) for a in alphas}
     varied |= {
@@ -99,14 +102,20 @@ def all_jobs(alphas: Sequence[float], seeds: Sequence[int], inputs: dict[str, st
         "one candidate": (*half, "--pool", inputs["one"]),
         "info mask off": (*half, "--train_on_info"),
         "one call only": (*half, "--max_calls", "1"),
+        "GRPO": (*half, "--algo", "grpo", "--samples_per_question", "8", "--kl_in", "loss"),
+        "strong KL": (*half, "--kl_coef", "0.05"),
+        "paid when wrong": ("--alpha", "0.9", "--cost_when_wrong"),
     }
+    every = {*EVERY_SEED, *(f"alpha {a:g}" for a in alphas)}
     jobs = {
-        name: [Job(f"{_slug(name)}-seed{seed}", (*options, "--seed", str(seed))) for seed in seeds]
+        name: [
+            Job(f"{_slug(name)}-seed{seed}", (*options, "--seed", str(seed)))
+            for seed in (seeds if name in every else seeds[:1])
+        ]
         for name, options in varied.items()
     }
-    jobs["added during training"] = [
-        Job(f"added-seed{seed}", (), f"fixed-pool-without-seed{seed}", inputs["fixed"]) for seed in seeds
-    ]
+    before = jobs["fixed pool without"][0].name
+    jobs["added during training"] = [Job("added-seed0", (), before, inputs["fixed"])]
     return jobs
 
 
