@@ -585,6 +585,7 @@ def test_every_stage_makes_its_tables_and_its_figures(tmp_path):
         "| alpha 0.6 | 12 | 1.00 | 0.00 | 0.00 | 0.00 |" in told["calls"]
     )  # 6 refusals a seed, a dearer one after each
     assert stages.share_of(fake.rows, ["film"]) == (0.5, 0.5)
+    assert stages.expert_share(fake.rows) == 0.5 and "| alpha 0 | 1 | 0.500 |" in told["lacking"]
     assert "| alpha 0.6 | `python train.py` | 0.60 |" in told["ablations"]
     assert "| strong KL | `python train.py --kl_coef 0.05` | 0.60 |" in told["ablations"]
     assert "| fixed pool / shown in reverse |" in told["prompt"] and ablations.DEFAULT == "alpha 0.6"

@@ -14,7 +14,7 @@ import numpy as np
 
 from . import figures
 from .runs import DEFAULT_ALPHA, NEW_TOPIC, fixed_pool
-from .stages import DEFAULT, share_of
+from .stages import DEFAULT, expert_share, share_of
 from .stats import Rows, column, markdown, number, paired_test, stacked
 
 if TYPE_CHECKING:
@@ -132,19 +132,22 @@ def one_line(paper: Paper) -> str:
 
 
 def _by_seed(paper: Paper) -> str:
-    """EM and cost of each seed, drawn pools."""
-    lines = [
-        [
-            name,
-            str(i),
-            number(column(rows, "em")),
-            number(column(rows, "cost"), 1),
-            number(column(rows, "calls"), 2),
-        ]
-        for name in paper.alphas
-        for i, rows in enumerate(paper.trained("drawn", name))
-    ]
-    return markdown(("alpha", "seed", "EM", "cost", "calls"), lines)
+    """Every run of every alpha by itself, in drawn and in full pools (where each topic has an expert)."""
+    lines = []
+    for name in paper.alphas:
+        pairs = zip(paper.trained("drawn", name), paper.trained("full", name), strict=True)
+        for seed, (drawn, full) in enumerate(pairs):
+            two_hops = [row for row in drawn if row["kind"].startswith("two-hop")]
+            figures_drawn = [(drawn, "em", 3), (drawn, "cost", 1), (drawn, "format_ok", 3)]
+            shown = [number(column(rows, key), digits, False) for rows, key, digits in figures_drawn]
+            shown += [
+                number(column(drawn, "calls", "one-hop"), 2, False),
+                number(column(two_hops, "calls"), 2, False),
+            ]
+            shown += [number(column(full, "em"), 3, False), number(column(full, "cost"), 1, False)]
+            lines.append([name, str(seed), *shown, f"{expert_share(full):.2f}"])
+    head = ("alpha", "seed", "EM", "cost", "format", "calls, one hop", "calls, two hops")
+    return markdown((*head, "full pools: EM", "cost", "right expert"), lines)
 
 
 def _ablations(paper: Paper, settings: dict[str, str], figure: str | None = None) -> str:

@@ -117,6 +117,17 @@ def share_of(rows: Rows, words: Sequence[str]) -> tuple[float, float]:
     return tuple(sum(call["label"] in words for call in some) / max(1, len(some)) for some in (calls, asked))
 
 
+def expert_share(rows: Rows) -> float:
+    """Of the calls that ask a fact: the share that asks one hop of the expert in it."""
+    asked = [
+        (call["label"], found)
+        for row in rows
+        for call in row["calls"]
+        if (found := topics(call["query"] or ""))
+    ]
+    return sum((label,) == found for label, found in asked) / max(1, len(asked))
+
+
 def pareto(paper: Paper) -> str:
     """Table 4 and Fig. 5: alpha trades EM for cost, beside every baseline and single LLM."""
     trained = {name: paper.trained("drawn", name) for name in paper.alphas}
