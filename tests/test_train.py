@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import train
+
 ROOT = Path(__file__).parent.parent
 SHORT = ["--steps", "2", "--batch", "8", "--minibatch", "4", "--questions", "64", "--eval_questions", "16"]
 
@@ -88,7 +90,7 @@ def test_evaluation_needs_the_run_folder_alone(short_run, tmp_path):
         (["--data", "{tmp}/blank.jsonl", "--pool", "configs/pools/local.yaml"], "blank.jsonl:1"),
     ],
 )
-def test_a_bad_input_is_one_line_and_leaves_no_run_folder(tmp_path, argv, part):
+def test_a_bad_input_is_one_line_and_leaves_no_run_folder(tmp_path, argv, part, monkeypatch, capsys):
     """Catches tracebacks and half-written run folders."""
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "blank.jsonl").write_text('{"question": " ", "golden_answers": ["x"]}\n')
@@ -97,9 +99,12 @@ def test_a_bad_input_is_one_line_and_leaves_no_run_folder(tmp_path, argv, part):
     )
     argv = [arg.replace("{tmp}", str(tmp_path)) for arg in argv]
     folder = tmp_path / "run"
-    done = run("train.py", *argv, "--run_dir", str(folder), ok=False)
-    lines = [line for line in done.stderr.splitlines() if line and "Loading weights" not in line]
-    assert done.returncode == 2, done.stderr
+    monkeypatch.setattr(sys, "argv", ["train.py", *argv, "--run_dir", str(folder)])
+    with pytest.raises(SystemExit) as stopped:
+        train.main()
+    errors = capsys.readouterr().err.splitlines()
+    lines = [line for line in errors if line and "Loading weights" not in line]
+    assert stopped.value.code == 2
     assert len(lines) == 1 and lines[0].startswith("train.py: error: ") and part in lines[0]
     assert not folder.exists()
 
