@@ -84,7 +84,7 @@ def train_step(run: Run) -> dict[str, float]:
 
         # critic, then policy
         fixed = (c.minibatch, c.ppo_epochs, run.pack_tokens, c.clip, c.value_clip, c.max_grad_norm)
-        rules = Rules(*fixed, annealed(c.entropy_coef, run.step, c.entropy_steps), kl_loss)
+        rules = Rules(*fixed, annealed(c.entropy_coef, run.step, c.steps, c.entropy_decay), kl_loss)
         metrics |= update(router, run.optimisers, batch, est, advantages, returns, rules, seed)
         run.pack_tokens = metrics["pack_tokens"]
         details = dict(zip(kept, per_action(est, advantages), strict=True))
@@ -111,7 +111,7 @@ def train(run: Run) -> None:
         tqdm.write(f"nothing to train: step {run.step} is done; --steps says how far to go")
     bar = tqdm(range(run.step + 1, c.steps + 1), initial=run.step, total=c.steps, unit="step")
     for run.step in bar:
-        metrics = train_step(run)
+        metrics = run.set_rates() | train_step(run)
         if c.eval_every and run.step % c.eval_every == 0:
             results = evaluate(run.router, run.task, run.held_out["dev"], c)
             metrics |= {

@@ -33,10 +33,10 @@ POSITIVE = (
     ),
 )
 NOT_NEGATIVE = (
-    *("questions", "entropy_steps", "sft_steps", "eval_every", "eval_questions", "print_every", "seed"),
+    *("questions", "sft_steps", "eval_every", "eval_questions", "print_every", "seed"),
     *("kl_coef", "entropy_coef", "temperature", "eval_temperature"),
 )
-SHARES = ("alpha", "gamma", "lam", "drop_candidates")
+SHARES = ("alpha", "gamma", "lam", "drop_candidates", "lr_decay", "entropy_decay")
 
 
 def knob(default: Any, help: str) -> Any:
@@ -94,12 +94,13 @@ class Config:
     ppo_epochs: int = knob(1, "passes over a batch")
     lr: float = knob(1e-5, "learning rate of the policy adapter")
     critic_lr: float = knob(1e-4, "learning rate of the critic adapter and the value head")
+    lr_decay: float = knob(0.0, "share of the steps, the last ones, over which both rates fall to 0")
     gamma: float = knob(1.0, "discount")
     lam: float = knob(1.0, "lambda of GAE")
     clip: float = knob(0.2, "clip of the probability ratio")
     value_clip: float = knob(0.5, "clip of the value's change")
     entropy_coef: float = knob(0.001, "entropy bonus")
-    entropy_steps: int = knob(0, "steps over which the entropy bonus falls to 0; 0 = it stays")
+    entropy_decay: float = knob(0.0, "share of the steps, the last ones, over which the bonus falls to 0")
     kl_coef: float = knob(0.001, "weight of the KL to the reference")
     kl_in: Literal["reward", "loss"] = knob("reward", "k1 in the reward, or k3 in the loss")
     max_grad_norm: float = knob(1.0, "gradient norms are clipped to this")

@@ -125,10 +125,10 @@ def group_advantage(score: Tensor, group: Sequence | Tensor, epsilon: float = 1e
     return advantages
 
 
-def annealed(start: float, step: int, steps: int) -> float:
-    """A coefficient at a step, from 1: `start`, falling in a line to 0 over `steps` steps; 0 steps: it
-    stays."""
-    return start * max(0.0, 1 - (step - 1) / steps) if steps else start
+def annealed(start: float, step: int, steps: int, share: float) -> float:
+    """A coefficient at a step, from 1: `start`, falling in a line to 0 over the last `share` of the steps."""
+    left = 1 - (step - 1) / steps
+    return start * min(1.0, left / share) if share else start
 
 
 def _keep(x: Tensor, mask: Tensor) -> Tensor:

@@ -15,12 +15,14 @@ from typing import Any, NoReturn
 
 from . import checkpoint
 from .data import QuestionStream
+from .ppo import annealed
 from .record import Recorder, replace_text
 from .reward import CostScale
 from .task import Task
 from .trajectory import Question
 
-# A resumed run must be the same run: only what cannot change its numbers may differ.
+# A resumed run must be the same run: only what cannot change its numbers may differ, and its length: what
+# falls to 0 with the last step then does so with the new one.
 HARMLESS = {
     *("steps", "save_every", "keep_last", "eval_every", "eval_questions", "print_every", "max_bad_steps"),
     *("max_usd", "timeout_s", "run_dir", "resume"),
@@ -51,6 +53,16 @@ class Run:
 
     def __post_init__(self) -> None:
         self.pack_tokens = self.pack_tokens or self.config.max_tokens_per_pack
+
+    def set_rates(self) -> dict[str, float]:
+        """Give the optimisers the learning rates of this step; -> the policy's, as a metric."""
+        c = self.config
+        full = {"critic": c.critic_lr, "policy": c.lr}
+        rates = {role: annealed(rate, self.step, c.steps, c.lr_decay) for role, rate in full.items()}
+        for role, optimiser in self.optimisers.items():
+            for group in optimiser.param_groups:
+                group["lr"] = rates[role]
+        return {"lr": rates["policy"]}
 
     def begin(self) -> None:
         """Make the folder of a new run one that can be resumed and evaluated alone. The configuration is

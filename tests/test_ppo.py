@@ -263,8 +263,7 @@ def test_loss_and_gradient_do_not_depend_on_the_size_of_micro_batches(size):
 
 
 def test_annealing_by_hand():
-    """Catches a bonus that starts below itself, that rises again after its end, and a 0 that ends it."""
-    assert [ppo.annealed(0.08, step, 4) for step in (1, 2, 4, 5, 9)] == pytest.approx(
-        [0.08, 0.06, 0.02, 0, 0]
-    )
-    assert ppo.annealed(0.08, 900, 0) == 0.08
+    """Catches a bonus that starts below itself or falls at the wrong end, and a share of 0 that ends it."""
+    assert [ppo.annealed(0.8, step, 4, 1.0) for step in (1, 2, 4)] == pytest.approx([0.8, 0.6, 0.2])
+    assert [ppo.annealed(0.8, step, 8, 0.5) for step in (1, 5, 6, 8)] == pytest.approx([0.8, 0.8, 0.6, 0.2])
+    assert ppo.annealed(0.8, 900, 900, 0.0) == 0.8

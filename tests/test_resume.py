@@ -6,8 +6,10 @@ import json
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from wholeruns import (
     die_in,
     die_writing,
@@ -25,7 +27,7 @@ from wholeruns import (
 from minirouter.checkpoint import newest
 from minirouter.config import Config
 from minirouter.record import Recorder, write_rows
-from minirouter.run import HARMLESS, refuse_changes
+from minirouter.run import HARMLESS, Run, refuse_changes
 
 STEPS = 6
 SAME = ("--steps", str(STEPS))
@@ -305,3 +307,15 @@ def test_no_checkpoint_is_one_line_and_a_beginning_can_be_begun_again(tmp_path):
     shutil.rmtree(folder / "checkpoints")
     code, text = train(folder, resume=True)
     assert code == 2 and f"{folder}: no whole checkpoint to resume from" in text and "Traceback" not in text
+
+
+def test_the_rates_of_a_step():
+    """Catches a schedule that is only reported, or that gives the critic the policy's rate."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimisers = {role: torch.optim.AdamW([weight], lr=9.0) for role in ("critic", "policy")}
+    config = Config(steps=8, lr=0.8, critic_lr=0.4, lr_decay=0.5)
+    for step, rate in ((1, 0.8), (5, 0.8), (8, 0.2)):
+        run = SimpleNamespace(step=step, config=config, optimisers=optimisers)
+        assert Run.set_rates(run) == {"lr": pytest.approx(rate)}
+        rates = {role: optimiser.param_groups[0]["lr"] for role, optimiser in optimisers.items()}
+        assert rates == {"critic": pytest.approx(rate / 2), "policy": pytest.approx(rate)}

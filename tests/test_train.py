@@ -38,7 +38,9 @@ def test_a_run_leaves_everything_behind(short_run):
     folder, done = short_run
     names = {path.name for path in folder.iterdir()}
     assert names >= {"config.yaml", "metrics.jsonl", "trajectories.jsonl", "curves.png", "checkpoints"}
-    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()] == [1, 2]
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    assert [row["step"] for row in metrics] == [1, 2]
+    assert [row["lr"] for row in metrics] == [0.001, 0.001]  # falls over the second half, to 0 after its last
     rows = [json.loads(line) for line in (folder / "trajectories.jsonl").open()]
     assert [(row["step"], row["index"]) for row in rows] == [(s, i) for s in (1, 2) for i in range(8)]
     assert "before" in done.stdout and "after" in done.stdout and "| all | 16 |" in done.stdout

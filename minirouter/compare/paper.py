@@ -277,7 +277,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         say(f"answering {paper.count} questions with every system: at most {answering:.0f} minutes")
         if not options.no_training:
             common = ["--config", "tiny", "--model", options.model, "--eval_questions", "40"]
-            common += ["--entropy_steps", str(paper.steps)]  # its whole fall, in however few steps
             runs.train_all(jobs, paper.folder / "runs", paper.steps, common, paper.parallel, say)
         for name in only:
             write_stage(paper, name)
