@@ -521,7 +521,7 @@ def test_every_stage_has_its_runs_and_every_run_its_stage(tmp_path):
     )
     assert len({job.name for job in wanted}) == len(wanted)
     whole = paper.open_paper(paper.parse(["--folder", str(tmp_path)])).wanted(list(paper.STAGES))
-    assert sum(job.name.startswith(("alpha-0.9-", "one-candidate-")) for job in whole) == 6
+    assert sum(job.name.startswith("alpha-0.9-") for job in whole) == 3
     assert sum(job.name.startswith("GRPO-") for job in whole) == 1
     names = {job.name for job in small.wanted(["newcomer"])}
     assert all(job.grafted_on in names for job in wanted if job.grafted_on)

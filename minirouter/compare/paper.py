@@ -205,7 +205,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path("runs/paper"))
     parser.add_argument("--model", default="tiny", help="tiny, or a folder made by assets/tiny/make.py")
     parser.add_argument("--parallel", type=int, default=2, help="runs side by side, one thread each")
-    parser.add_argument("--steps", type=int, help="training steps of a run (150, quick: 80)")
+    parser.add_argument("--steps", type=int, help="training steps of a run (180, quick: 80)")
     parser.add_argument("--questions", type=int, help="test questions (1000, quick: 400)")
     parser.add_argument(
         "--table", type=int, help="training questions of the collected table (3000, quick: 1000)"
@@ -232,7 +232,7 @@ def open_paper(options: argparse.Namespace) -> Paper:
     return Paper(
         options.folder,
         options.model,
-        options.steps or (80 if quick else 150),
+        options.steps or (80 if quick else 180),
         options.questions or (400 if quick else 1000),
         options.table or (1000 if quick else 3000),
         alphas,
@@ -251,8 +251,8 @@ def gather(paper: Paper) -> Path:
     """paper.md: all stages that have been written, in their order."""
     head = (
         "# The tables and figures of the paper, in the miniature world\n\n"
-        f"{paper.count} test questions, {paper.steps} steps a run; {len(paper.seeds)} seeds of each alpha "
-        "and of what the paper lacks, one of everything else. "
+        f"{paper.count} test questions, {paper.steps} steps a run; {len(paper.seeds)} seeds of each alpha, "
+        "one of everything else. "
         "Cost is in USD per 1M such questions, a price in USD per 1M output tokens. Intervals are at 95 % "
         "(bootstrap), p is of a sign-flip test, paired by question. In the miniature a thought is about whom "
         "to ask, so that CoT has nothing to think about."

@@ -27,7 +27,6 @@ SECONDS_AROUND = 15.0  # loading and evaluating, a run
 DEFAULT_ALPHA = 0.6  # of every run that is not about alpha
 NEW_TOPIC = "science"  # what the candidate is expert in that is added during training
 FIXED_PRICES = {"film": 2, "sport": 1, "science": 1, "place": 3, "people": 2, "middling": 3, "large": 7}
-EVERY_SEED = ("one candidate", "fixed pool", "one call only", "info mask off")
 CANDIDATE_FORMS = {  # the first line of a prompt: how a candidate is shown
     "short": "{candidate} = [${price} ]{descriptor} {name}",
     "long": "{candidate} = [${price} ]i think i know about {descriptor} {name}",
@@ -85,8 +84,8 @@ def write_inputs(folder: Path) -> dict[str, str]:
 
 
 def all_jobs(alphas: Sequence[float], seeds: Sequence[int], inputs: dict[str, str]) -> dict[str, list[Job]]:
-    """The runs of each stage of the paper, by the name of what is varied: one run a seed of what the paper's
-    main claims stand on (alpha, and EVERY_SEED), one run of everything else.
+    """The runs of each stage of the paper, by the name of what is varied: every seed of each alpha, one of
+    everything else.
     """
     half = ("--alpha", str(DEFAULT_ALPHA))
     varied = {f"alpha {a:g}": ("--alpha", str(a)) for a in alphas}
@@ -106,11 +105,10 @@ def all_jobs(alphas: Sequence[float], seeds: Sequence[int], inputs: dict[str, st
         "strong KL": (*half, "--kl_coef", "0.05"),
         "paid when wrong": ("--alpha", "0.9", "--cost_when_wrong"),
     }
-    every = {*EVERY_SEED, *(f"alpha {a:g}" for a in alphas)}
     jobs = {
         name: [
             Job(f"{_slug(name)}-seed{seed}", (*options, "--seed", str(seed)))
-            for seed in (seeds if name in every else seeds[:1])
+            for seed in (seeds if name.startswith("alpha ") else seeds[:1])
         ]
         for name, options in varied.items()
     }
