@@ -149,15 +149,17 @@ def refuse_changes(config: Any, saved: Mapping[str, Any]) -> None:
 
 
 class Interrupt:
-    """Ctrl-C as a flag that is looked at when a step ends; a second one aborts at once, without saving."""
+    """Ctrl-C as a flag that is looked at when a step ends; a second one ends the program at once, without
+    saving and whatever calls are in flight.
+    """
 
     def __init__(self) -> None:
         self.asked = False
-        self.before = signal.signal(signal.SIGINT, self._ask)
+        signal.signal(signal.SIGINT, self._ask)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
-        signal.signal(signal.SIGINT, self.before)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def restore(router: Any, run: Path, at: str) -> str:
