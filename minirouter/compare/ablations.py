@@ -137,14 +137,11 @@ def _by_seed(paper: Paper) -> str:
     for name in paper.alphas:
         pairs = zip(paper.trained("drawn", name), paper.trained("full", name), strict=True)
         for seed, (drawn, full) in enumerate(pairs):
-            two_hops = [row for row in drawn if row["kind"].startswith("two-hop")]
-            figures_drawn = [(drawn, "em", 3), (drawn, "cost", 1), (drawn, "format_ok", 3)]
-            shown = [number(column(rows, key), digits, False) for rows, key, digits in figures_drawn]
-            shown += [
-                number(column(drawn, "calls", "one-hop"), 2, False),
-                number(column(two_hops, "calls"), 2, False),
-            ]
-            shown += [number(column(full, "em"), 3, False), number(column(full, "cost"), 1, False)]
+            one = [row for row in drawn if row["kind"] == "one-hop"]
+            two = [row for row in drawn if row["kind"].startswith("two-hop")]
+            cells = ((drawn, "em", 3), (drawn, "cost", 1), (drawn, "format_ok", 3), (one, "calls", 2),
+                     (two, "calls", 2), (full, "em", 3), (full, "cost", 1))  # fmt: skip
+            shown = [number(column(rows, key), digits, interval=False) for rows, key, digits in cells]
             lines.append([name, str(seed), *shown, f"{expert_share(full):.2f}"])
     head = ("alpha", "seed", "EM", "cost", "format", "calls, one hop", "calls, two hops")
     return markdown((*head, "full pools: EM", "cost", "right expert"), lines)
