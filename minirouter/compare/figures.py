@@ -45,12 +45,13 @@ def pareto(path: Path, trained: Mapping[str, Runs], others: Mapping[str, Runs]) 
         placed.append((x, line))
         axis.annotate(
             name,
-            (x, line),
-            xytext=(5, 1),
-            textcoords="offset points",
+            (x, y),
+            xytext=(x + 0.8, line),
             fontsize=7,
             color=colour,
+            va="center",
             annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.4} if line < y else None,
         )
     points = []
     for name, runs in trained.items():
@@ -66,6 +67,7 @@ def pareto(path: Path, trained: Mapping[str, Runs], others: Mapping[str, Runs]) 
         xlabel="cost, USD per 1M questions",
         ylabel="exact match",
         title="minirouter and what it is compared with",
+        ylim=(0, 1),
     )
     _save(plt, figure, path)
 
