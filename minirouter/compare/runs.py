@@ -27,6 +27,7 @@ SECONDS_AROUND = 15.0  # loading and evaluating, a run
 DEFAULT_ALPHA = 0.6  # of every run that is not about alpha
 NEW_TOPIC = "science"  # what the candidate is expert in that is added during training
 FIXED_PRICES = {"film": 2, "sport": 1, "science": 1, "place": 3, "people": 2, "middling": 3, "large": 7}
+GRPO_BONUS = ("--entropy_coef", "0.003")  # at the .05 of PPO it falls silent in 100 steps
 CANDIDATE_FORMS = {  # the first line of a prompt: how a candidate is shown
     "short": "{candidate} = [${price} ]{descriptor} {name}",
     "long": "{candidate} = [${price} ]i think i know about {descriptor} {name}",
@@ -88,7 +89,7 @@ def all_jobs(alphas: Sequence[float], seeds: Sequence[int], inputs: dict[str, st
     everything else.
     """
     half = ("--alpha", str(DEFAULT_ALPHA))
-    varied = {f"alpha {a:g}": ("--alpha", str(a)) for a in alphas}
+    varied = {f"alpha {a:g}": ("--alpha", f"{a:g}") for a in alphas}
     varied |= {
         "search-r1": ("--alpha", "0", "--pool", "retriever"),
         "no format reward": (*half, "--no_format_reward"),
@@ -101,7 +102,7 @@ def all_jobs(alphas: Sequence[float], seeds: Sequence[int], inputs: dict[str, st
         "one candidate": (*half, "--pool", inputs["one"]),
         "info mask off": (*half, "--train_on_info"),
         "one call only": (*half, "--max_calls", "1"),
-        "GRPO": (*half, "--algo", "grpo", "--samples_per_question", "8", "--kl_in", "loss"),
+        "GRPO": (*half, "--algo", "grpo", "--samples_per_question", "8", "--kl_in", "loss", *GRPO_BONUS),
         "strong KL": (*half, "--kl_coef", "0.05"),
         "paid when wrong": ("--alpha", "0.9", "--cost_when_wrong"),
     }
