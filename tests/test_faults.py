@@ -253,9 +253,9 @@ def test_scores_of_a_pool_that_failed_say_so():
 
 @pytest.mark.slow
 def test_a_dying_run_says_so_in_the_log_and_in_the_viewer(tmp_path):
-    """Catches a collapse that nobody is told of: a learning rate a thousand times too high."""
+    """Catches a collapse that nobody is told of: a learning rate a hundred times too high."""
     folder = tmp_path / "run"
-    code, text = train(folder, "--steps", "10", "--lr", "1.0", "--batch", "8")
+    code, text = train(folder, "--steps", "10", "--lr", "0.1", "--batch", "8")
     assert code in (0, 1) and "Traceback" not in text, "it may stop before its last step"
     told = [line for row in rows(folder) for line in row["warnings"]]
     assert told and len(set(told)) == len(told)
