@@ -19,7 +19,7 @@ from minirouter.compare import methods, prompts
 from minirouter.compare.retriever import retriever_pool
 from minirouter.config import Config, fail, load_config, read_yaml
 from minirouter.load import default_device, default_dtype, memory_estimate, memory_table, model_config
-from minirouter.model import Router, head_rows
+from minirouter.model import Router
 from minirouter.record import trajectory_row, write_rows
 from minirouter.report import Result, table
 from minirouter.reward import CostScale, score
@@ -84,15 +84,13 @@ def build(config: Config) -> tuple[Router, Task]:
 
 def memory_of(config: Config) -> dict[str, int]:
     """Bytes that a run will take, by purpose, estimated before anything is loaded."""
-    shape = model_config(config.model, config.trust_remote_code)
     return memory_estimate(
-        shape,
+        model_config(config.model, config.trust_remote_code),
         load_in_4bit=config.load_in_4bit,
         lora_r=config.lora_r,
         slots=2 * config.slots,  # as many rows of the cache may wait for replies as are decoded
         total_tokens=config.total_tokens,
         max_tokens_per_pack=config.max_tokens_per_pack,
-        head_chunk=head_rows(shape.get_text_config().vocab_size),
         gradient_checkpointing=config.gradient_checkpointing,
         critic=config.algo == "ppo",
         warm=config.sft_steps > 0,

@@ -1,4 +1,4 @@
-"""Log-probs of actions: the head in chunks against full logits. `python -m benchmarks.head`
+"""Log-probs of actions: the head in slices against full logits. `python -m benchmarks.head`
 
 Vocabulary 152k, 1,024 actions, hidden size 2,048, forward and backward. The peak of extra memory must be at
 most 1/8, aim 1/16, and the time at most 1.6x (three products instead of two).
@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minirouter.model import chunked_head, head_rows
-from minirouter.ppo import logp_entropy
+from minirouter.head import logp_entropy
 
 from .common import alternate, compare, options, report
 
@@ -38,32 +37,32 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     head = nn.Linear(width, vocab, bias=False).requires_grad_(False)
     states = torch.randn(actions, width)
     ids = torch.randint(vocab, (actions,))
-    rows = 8 if given.tiny else head_rows(vocab)
+    options_of = {"slice_logits": 1000} if given.tiny else {}
 
-    def part(h: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return logp_entropy(head(h), i)
+    def part(h: torch.Tensor, columns: slice) -> torch.Tensor:
+        return nn.functional.linear(h, head.weight[columns])
 
     def full() -> torch.Tensor:
         h = states.clone().requires_grad_()
         head(h).log_softmax(-1).gather(1, ids[:, None]).sum().backward()
         return h.grad
 
-    def chunked() -> torch.Tensor:
+    def sliced() -> torch.Tensor:
         h = states.clone().requires_grad_()
-        chunked_head(part, h, ids, rows)[0].sum().backward()
+        logp_entropy(part, h, ids, vocab, **options_of)[0].sum().backward()
         return h.grad
 
-    difference = ((full() - chunked()).abs().max() / full().abs().max()).item()
-    memory = {name: peak_bytes(work) for name, work in (("full", full), ("chunked", chunked))}
-    row = compare(alternate({"chunked": chunked, "full": full}, given.rounds), "chunked", "full")
+    difference = ((full() - sliced()).abs().max() / full().abs().max()).item()
+    memory = {name: peak_bytes(work) for name, work in (("full", full), ("sliced", sliced))}
+    row = compare(alternate({"sliced": sliced, "full": full}, given.rounds), "sliced", "full")
     row |= {
         "peak, full": f"{memory['full'] / 1e6:.0f} MB",
-        "peak, chunked": f"{memory['chunked'] / 1e6:.0f} MB",
-        "share": f"1/{memory['full'] / memory['chunked']:.1f}",
+        "peak, sliced": f"{memory['sliced'] / 1e6:.0f} MB",
+        "share": f"1/{memory['full'] / memory['sliced']:.1f}",
         "gradient difference": f"{difference:.1e}",
         "must, aim": "1/8, 1/16; at most 1.6x",
     }
-    return report("head", given, [{"work": f"{actions} x {width} x {vocab}, chunks of {rows}"} | row])
+    return report("head", given, [{"work": f"{actions} x {width} x {vocab}"} | row])
 
 
 if __name__ == "__main__":

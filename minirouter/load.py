@@ -23,6 +23,8 @@ from bitsandbytes.nn import Linear4bit
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
+from .head import SLICE_LOGITS
+
 disable_progress_bar()  # of loading weights: an entry point prints what it has to say itself
 
 
@@ -190,11 +192,11 @@ def check_tree_mask(model: Any) -> None:
 
 # Bytes for each token and unit of width (hidden, all heads, intermediate), by the size of a number: what a
 # layer saves for its backward pass, and what that needs beside it. LoRA computes in float32: a bfloat16 layer
-# keeps float32 copies of its inputs; each branch of a pack keeps a copy of its prefix's keys and values (here
-# as long as the branch). Found with the memory profiler on Llama blocks; a test measures others.
+# keeps float32 copies of its inputs; each branch of a pack copies its prefix's keys and values (here as long
+# as the branch). Found with the memory profiler on Llama blocks; a test measures others.
 SAVED_BYTES = {2: (28, 14, 10), 4: (16, 20, 16)}
 WORK_BYTES = {2: (12, 0, 8), 4: (0, 0, 8)}
-LOGIT_BYTES = 27  # for each logit of a chunk: the logits, log-softmax, probabilities, and their gradients
+LOGIT_BYTES = 19  # for each logit of a slice of the head: logits, probabilities, gradients
 
 
 def memory_estimate(
@@ -205,7 +207,7 @@ def memory_estimate(
     slots: int,
     total_tokens: int,
     max_tokens_per_pack: int,
-    head_chunk: int = 1024,
+    slice_logits: int = SLICE_LOGITS,
     gradient_checkpointing: bool = True,
     critic: bool = True,
     warm: bool = False,
@@ -216,12 +218,11 @@ def memory_estimate(
     Rollout and update follow each other, so that "total" counts the larger of the two. Not counted: the
     CUDA context, libraries and fragmentation, about 1 GB.
     """
-    size = dtype.itemsize
-    text = config.get_text_config(decoder=True)
+    size, text = dtype.itemsize, config.get_text_config(decoder=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    head = model.get_output_embeddings()
-    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    linears.remove(model.get_output_embeddings())
     weights = sum(p.numel() for p in model.parameters()) * size
     if load_in_4bit:
         weights += sum(nf4_bytes(m.weight.numel()) - m.weight.numel() * size for m in linears)
@@ -248,11 +249,10 @@ def memory_estimate(
         "kv_cache": row * (getattr(text, "num_key_value_heads", None) or heads) * layers,
         "decoding": row * heads,  # one layer at a time, keys and values are repeated for every query head
         "activations": max_tokens_per_pack * (kept + work) + scores + dequantised,
-        "logit_chunk": head_chunk * text.vocab_size * LOGIT_BYTES,
+        "logits": min(slice_logits, max_tokens_per_pack * text.vocab_size) * LOGIT_BYTES,
     }
-    rollout, update = parts["kv_cache"] + parts["decoding"], parts["activations"] + parts["logit_chunk"]
-    resident = sum(parts[part] for part in ("weights", "adapters", "gradients", "optimiser"))
-    return parts | {"total": resident + max(rollout, update)}
+    rollout, update = parts["kv_cache"] + parts["decoding"], parts["activations"] + parts["logits"]
+    return parts | {"total": weights + parts["adapters"] + 3 * trained + max(rollout, update)}
 
 
 def nf4_bytes(n: int) -> int:

@@ -5,8 +5,7 @@ a linear head on the last hidden state is the value function, and the base alone
 supervised warm start: a frozen copy of the warm policy adapter). The reference implementation holds three
 full copies of the model.
 
-The vocabulary projection runs at action positions only and in chunks that are computed again in the
-backward pass, so that (tokens x vocabulary) logits never exist at once.
+The vocabulary projection runs at action positions only, a slice of the vocabulary at a time (head.py).
 
 Shape letters: B trajectories, A actions, R rows, T tokens a row, N tokens of a pack, C cached columns, E
 hidden size, V vocabulary.
@@ -15,7 +14,7 @@ hidden size, V vocabulary.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,11 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from .attention import ATTENTION, tree_mask
+from .head import SLICE_LOGITS, logp_entropy
 from .load import load_model, stop_ids
-from .ppo import logp_entropy
 from .trajectory import Batch
-
-CHUNK_LOGITS = 2**23  # of one chunk of the head, about 230 MB in its backward pass
 
 
 def prepare(model: Any) -> None:
@@ -45,25 +41,6 @@ def prepare(model: Any) -> None:
             module.weight.data = module.weight.data.t().contiguous().t()
 
 
-def head_rows(vocab: int) -> int:
-    """Actions in one chunk of the head."""
-    return max(16, CHUNK_LOGITS // vocab)
-
-
-def chunked_head(
-    head: Callable, states: torch.Tensor, ids: torch.Tensor, rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`head(states (n, E), ids (n,))`, two tensors (n,), for `rows` actions at a time; computed again in the
-    backward pass, so that only one chunk's logits exist at once.
-    """
-    parts = [
-        checkpoint(head, h, i, use_reentrant=False)
-        for h, i in zip(states.split(rows), ids.split(rows), strict=True)
-    ]
-    logp, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
-    return logp, entropy
-
-
 class Router:
     """A causal LM with its adapters. Everything that runs the network goes through here."""
 
@@ -75,7 +52,7 @@ class Router:
         critic: bool = True,
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
-        head_chunk: int | None = None,
+        slice_logits: int = SLICE_LOGITS,
     ) -> None:
         """`model` is a frozen causal LM; log-probs are those at `temperature` (1 if it is 0)."""
         self.tokenizer = tokenizer
@@ -83,7 +60,7 @@ class Router:
         self.temperature = temperature or 1.0
         self.device = model.device
         self.config = model.config.get_text_config()
-        self.head_chunk = head_chunk or head_rows(self.config.vocab_size)
+        self.slice_logits = slice_logits
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         prepare(model)
@@ -200,9 +177,11 @@ class Router:
         )
         return output.last_hidden_state
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(..., E) -> (..., V), as the model itself would: its soft-capping must not be lost."""
-        logits = self.model.get_output_embeddings()(hidden)
+    def logits(self, hidden: torch.Tensor, part: slice = slice(None)) -> torch.Tensor:
+        """(..., E) -> (..., V), or `part` of V, as the model itself would: soft-capping must not be lost."""
+        head = self.model.get_output_embeddings()
+        bias = None if head.bias is None else head.bias[part]
+        logits = nn.functional.linear(hidden, head.weight[part], bias)
         cap = getattr(self.config, "final_logit_softcapping", None)
         return cap * torch.tanh(logits / cap) if cap else logits
 
@@ -227,7 +206,8 @@ class Router:
             self._switch("policy")
         states, where = self._states(batch)
         ids = batch.action_ids.to(self.device)[where]
-        logp, entropy = chunked_head(self._head, states, ids, self.head_chunk)
+        vocab = self.model.get_output_embeddings().out_features
+        logp, entropy = logp_entropy(self._scaled_logits, states, ids, vocab, self.slice_logits)
         empty = torch.zeros(where.shape, device=self.device)
         return empty.masked_scatter(where, logp), empty.masked_scatter(where, entropy)
 
@@ -238,8 +218,8 @@ class Router:
         values = self.value_head(states.float())[:, 0]
         return torch.zeros(where.shape, device=self.device).masked_scatter(where, values)
 
-    def _head(self, hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return logp_entropy(self.logits(hidden).float() / self.temperature, ids)
+    def _scaled_logits(self, hidden: torch.Tensor, part: slice) -> torch.Tensor:
+        return self.logits(hidden, part).float() / self.temperature
 
     def _states(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states of the valid actions, flat (n, E), and the mask (B, A) that scatters them back."""

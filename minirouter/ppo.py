@@ -42,14 +42,6 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     return _keep((_keep(x, mask) - masked_mean(x, mask)) * torch.rsqrt(masked_var(x, mask) + 1e-8), mask)
 
 
-def logp_entropy(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of `ids` (...) under `logits` (..., V), and the entropy there, in nats; float32."""
-    logps = torch.log_softmax(logits.float(), dim=-1)
-    finite = torch.where(logps.isfinite(), logps, 0.0)  # a token of probability 0 adds 0 x log 0 = 0, not NaN
-    entropy = -torch.where(logps.isfinite(), finite.exp() * finite, 0.0).sum(-1)
-    return logps.gather(-1, ids.unsqueeze(-1)).squeeze(-1), entropy
-
-
 def kl(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     """Per-action estimate of KL(policy, reference) from log-probs of the drawn tokens, same shape, in nats.
 

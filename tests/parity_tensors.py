@@ -3,7 +3,7 @@
 import torch
 from parity_rules import ACTIONS, ADAPTIVE, DEGENERATE, GROUP_OF_ONE, load
 
-from minirouter import ppo
+from minirouter import head, ppo
 
 KL_NAMES = {"kl": "k1", "abs": "abs", "mse": "mse", "low_var_kl": "k3"}  # the reference's name: ours
 
@@ -206,10 +206,18 @@ def compare_masked_whiten():
         yield "whitened", case, torch.allclose(ours[here], want[here], case["rtol"], case["atol"]), set()
 
 
+def logp_entropy(logits: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Of given logits (..., V), in slices of three tokens."""
+    flat = logits.flatten(0, -2)
+    n, vocab = flat.shape
+    found = head.logp_entropy(lambda z, part: z[:, part], flat, ids.flatten(), vocab, 3 * n)
+    return [x.view(ids.shape) for x in found]
+
+
 def compare_entropy():
     for case in load("entropy"):
         (logits,) = inputs(case, "logits")
-        _, ours = ppo.logp_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64))
+        _, ours = logp_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64))
         impossible = bool(logits.isinf().any())
         yield (
             "entropy",
@@ -222,14 +230,14 @@ def compare_entropy():
 def compare_logprobs():
     for case in load("logprobs"):
         (logits,) = inputs(case, "logits")
-        ours, _ = ppo.logp_entropy(logits, torch.tensor(case["inputs"]["labels"]))
+        ours, _ = logp_entropy(logits, torch.tensor(case["inputs"]["labels"]))
         yield "logp", case, close(ours, case["expected"]["log_prob"], case), set()
 
 
 def compare_entropy_loss():
     for case in load("entropy_loss"):
         logits, mask = inputs(case, "logits", "mask")
-        _, entropy = ppo.logp_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64))
+        _, entropy = logp_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64))
         ours = ppo.masked_mean(entropy, mask)
         odd = not mask.any() or bool(logits.isinf().any())
         yield "loss", case, close(ours, case["expected"]["loss"], case), {DEGENERATE} if odd else set()

@@ -190,3 +190,9 @@ def spoken(rng: random.Random, prompt: list[int], parts: Sequence[int], calls: S
     for n in parts:
         t.append(random_ids(rng, abs(n)), [-1.0] * n if n > 0 else None)
     return t
+
+
+def plain_logp_entropy(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `head.logp_entropy` must equal, from finite logits (N, V) all at once."""
+    logps = logits.float().log_softmax(-1)
+    return logps.gather(-1, ids[:, None])[:, 0], -(logps.exp() * logps).sum(-1)

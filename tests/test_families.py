@@ -7,11 +7,10 @@ import random
 import pytest
 import torch
 from families import FAMILIES
-from scripted import EchoPool, limits, random_ids, random_router, spoken
+from scripted import EchoPool, limits, plain_logp_entropy, random_ids, random_router, spoken
 from torch import tensor
 
 from minirouter.packing import pack
-from minirouter.ppo import logp_entropy
 from minirouter.rollout import rollout
 
 
@@ -48,7 +47,7 @@ def test_a_pack_gives_each_family_s_own_numbers(family):
         for b, t in enumerate(trajectories):
             ids, states = tensor([t.ids]), tensor(t.actions) - 1
             logits = router.model(input_ids=ids, use_cache=False).logits[0, states]
-            single = logp_entropy(logits / 0.7, ids[0, states + 1])
+            single = plain_logp_entropy(logits / 0.7, ids[0, states + 1])
             for ours, theirs in zip((logp, entropy), single, strict=True):
                 assert torch.allclose(ours[b, : len(states)], theirs, atol=1e-4)
         value = router.value(batch)

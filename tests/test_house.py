@@ -18,9 +18,9 @@ PACKAGE = ROOT / "minirouter"
 
 # A module may import those above its line, and trajectory and tags from anywhere.
 TIERS = (
-    "tags trajectory attention sampler ppo record ledger load facts watch",
-    "reward data pool model packing checkpoint",
-    "rollout world sft estimates",
+    "tags trajectory attention head sampler ppo record ledger facts watch",
+    "reward data pool load packing checkpoint",
+    "model rollout world sft estimates",
     "update",
     "task",  # which world, which pool, which prompt
     "run report",
@@ -36,6 +36,7 @@ ONLY = {  # a library: the modules that may import it
     "urllib3": {"pool"},
     "torch": {
         "attention",
+        "head",
         "sampler",
         "model",
         "load",

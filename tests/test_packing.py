@@ -6,12 +6,11 @@ import random
 
 import pytest
 import torch
-from scripted import VOCAB, random_ids, random_router, spoken
+from scripted import VOCAB, plain_logp_entropy, random_ids, random_router, spoken
 from torch import tensor
 
 from minirouter.attention import tree_mask
 from minirouter.packing import common_prefix, micro_batches, pack, shared_prefix
-from minirouter.ppo import logp_entropy
 from minirouter.trajectory import Trajectory
 
 # What follows the prompt: own tokens (> 0) and replies (< 0)
@@ -62,7 +61,7 @@ def alone(router, role: str, t: Trajectory):
         hidden = body(input_ids=ids, use_cache=False).last_hidden_state[0, states]
         return (router.value_head(hidden)[:, 0],)
     logits = router.model(input_ids=ids, use_cache=False).logits[0, states]
-    return logp_entropy(logits / router.temperature, ids[0, states + 1])
+    return plain_logp_entropy(logits / router.temperature, ids[0, states + 1])
 
 
 def weights(b: int, n: int, k: int) -> torch.Tensor:
