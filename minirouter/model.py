@@ -28,17 +28,37 @@ from .head import SLICE_LOGITS, logp_entropy
 from .load import load_model, stop_ids
 from .trajectory import Batch
 
+PACKED_SIZE = 2**18  # weights: smaller layers stay in the processor's cache, where BLAS is as fast
+FEW_ROWS = 64  # as many are decoded at once; an update has more
+
+
+class PackedLinear(nn.Linear):
+    """A frozen float32 layer on a CPU with a second copy of its weight, laid out by oneDNN, for decoding:
+    products of a few rows then run at the speed of memory, two to five times faster than by BLAS.
+    """
+
+    packed: torch.Tensor
+
+    @classmethod
+    def adopt(cls, layer: nn.Linear) -> None:
+        """Make a layer one of these, in place."""
+        layer.__class__ = cls
+        layer.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() or x.shape[:-1].numel() > FEW_ROWS:
+            return super().forward(x)
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
 
 def prepare(model: Any) -> None:
-    """Make decoding fast, in place: attention that reads a shared prefix once, and, on a CPU, float32 weights
-    that are kept column by column, with which products of a few rows take half the time (same numbers, same
-    memory).
-    """
+    """Make decoding fast, in place: attention that reads a shared prefix once; on a CPU, packed weights."""
     if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
         model.set_attn_implementation(ATTENTION)
-    for module in model.modules():
-        if type(module) is nn.Linear and module.weight.device.type == "cpu":
-            module.weight.data = module.weight.data.t().contiguous().t()
+    for layer in model.modules():
+        plain = type(layer) is nn.Linear and layer.weight.device.type == "cpu"
+        if plain and layer.weight.dtype == torch.float32 and layer.weight.numel() >= PACKED_SIZE:
+            PackedLinear.adopt(layer)
 
 
 class Router:
@@ -180,8 +200,11 @@ class Router:
     def logits(self, hidden: torch.Tensor, part: slice = slice(None)) -> torch.Tensor:
         """(..., E) -> (..., V), or `part` of V, as the model itself would: soft-capping must not be lost."""
         head = self.model.get_output_embeddings()
-        bias = None if head.bias is None else head.bias[part]
-        logits = nn.functional.linear(hidden, head.weight[part], bias)
+        if part == slice(None):
+            logits = head(hidden)
+        else:
+            bias = None if head.bias is None else head.bias[part]
+            logits = nn.functional.linear(hidden, head.weight[part], bias)
         cap = getattr(self.config, "final_logit_softcapping", None)
         return cap * torch.tanh(logits / cap) if cap else logits
 

@@ -10,7 +10,7 @@ from families import tiny
 from scripted import EchoPool, chatty, limits, random_ids, random_router, shake, spoken
 from torch import tensor
 
-from minirouter.model import Router
+from minirouter.model import FEW_ROWS, PackedLinear, Router
 from minirouter.packing import pack
 from minirouter.rollout import rollout
 
@@ -223,6 +223,44 @@ def test_the_slices_of_the_head_change_nothing():
     whole, small = random_router(), random_router(slice_logits=70)
     for a, b in zip(whole.logp(batch), small.logp(batch), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_layers_give_the_same_numbers_and_gradients(bias):
+    """Catches a packed copy that is of another weight, lost gradients, and a bias that is left out."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(700, 400, bias=bias).requires_grad_(False)
+    x = torch.randn(3, 5, 700, requires_grad=True)
+    plain = layer(x)
+    PackedLinear.adopt(layer)
+    with torch.no_grad():
+        packed = layer(x)
+    assert torch.allclose(packed, plain, atol=1e-5)
+    assert not torch.equal(packed, plain)  # another library's order of sums
+    assert torch.equal(layer(x), plain)  # with gradients, as before
+    with torch.no_grad():
+        many = torch.randn(FEW_ROWS + 1, 700)
+        assert torch.equal(layer(many), torch.nn.functional.linear(many, layer.weight, layer.bias))
+    layer(x).sum().backward()
+    assert torch.allclose(x.grad, layer.weight.sum(0).expand_as(x), atol=1e-5)
+    assert list(layer.state_dict()) == ["weight", "bias"][: 1 + bias]
+
+
+def test_large_layers_are_packed_under_their_adapters_and_decode_the_same():
+    base, _ = tiny("llama", hidden_size=256, intermediate_size=1024)
+    router = Router(base, chatty(), lora_r=4)
+    shake(router, 0)
+    packed = [layer for layer in router.model.modules() if isinstance(layer, PackedLinear)]
+    assert len(packed) == 3 * 3  # gate, up and down of three layers
+    prompts = [[5, 6, 7, 8 + i] for i in range(4)]
+    fast = rollout(router, prompts, EchoPool(), limits(slots=2, turn_tokens=12), seed=0)
+    for layer in packed:
+        layer.__class__ = torch.nn.Linear
+    slow = rollout(router, prompts, EchoPool(), limits(slots=2, turn_tokens=12), seed=0)
+    for a, b in zip(fast, slow, strict=True):
+        assert a.ids == b.ids
+        logps = [(x, y) for x, y in zip(a.logps, b.logps, strict=True) if x is not None]
+        assert all(abs(x - y) < 1e-4 for x, y in logps)
 
 
 # ---- train, then roll out
