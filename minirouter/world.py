@@ -34,7 +34,7 @@ from minirouter.facts import (
 from minirouter.trajectory import Candidate, Question, Reply
 
 NAMES = tuple(invented_words(192, "nr"))
-CANDIDATE_NAMES = {"train": NAMES[:128], "held-out": NAMES[128:], "all": NAMES}
+TRAIN_NAMES, UNSEEN_NAMES = NAMES[:128], NAMES[128:]  # of candidates; the latter no demonstration has
 
 # ---- simulated LLMs
 
@@ -152,7 +152,7 @@ def _prices(descriptor: str) -> tuple[int, ...]:
     return LEVELS[descriptor if descriptor in LEVELS else "expert"].prices
 
 
-def draw_pool(rng: random.Random, full: bool = False, names: str = "train") -> SimulatedPool:
+def draw_pool(rng: random.Random, full: bool = False) -> SimulatedPool:
     """A pool for one episode, its names, prices and order drawn. Full: each descriptor once. Otherwise the
     large one, each of the others with .8, and with .5 a second copy of a line at another price."""
     described = [word for word in DESCRIPTORS if full or word == "large" or rng.random() < 0.8]
@@ -161,7 +161,7 @@ def draw_pool(rng: random.Random, full: bool = False, names: str = "train") -> S
         word, price = rng.choice(lines)
         lines.append((word, rng.choice([other for other in _prices(word) if other != price])))
     rng.shuffle(lines)
-    drawn = rng.sample(CANDIDATE_NAMES[names], len(lines))
+    drawn = rng.sample(TRAIN_NAMES, len(lines))
     return SimulatedPool(tuple(Candidate(n, float(p), w) for n, (w, p) in zip(drawn, lines, strict=True)))
 
 
@@ -179,18 +179,15 @@ def facts(split: str, kind: str) -> list[tuple[tuple[str, ...], str]]:
     return [(c, head) for c in chains for head in ENTITIES[RELATIONS[c[0]][1]] if split_of(head) == split]
 
 
-def questions(
-    split: str, n: int, seed: int, pool: str | Sequence[Candidate] = "drawn", names: str = "train"
-) -> list[Question]:
+def questions(split: str, n: int, seed: int, pool: str | Sequence[Candidate] = "drawn") -> list[Question]:
     """n questions of a split (train, dev, test), each with its pool: "drawn", "full", or fixed candidates.
 
     A fact comes again only after every other of its kind. Kinds: "one-hop", "two-hop", "own" (the router
-    knows the answer) and, in test, "two-hop new" (compositions that no other split has). Pools draw from
-    `names` (train, held-out, all). Raises ValueError for an unknown split, pool or set of names.
+    knows the answer) and, in test, "two-hop new" (compositions that no other split has). Raises ValueError
+    for an unknown split or pool.
     """
-    for word, known in ((split, ("train", "dev", "test")), (names, tuple(CANDIDATE_NAMES))):
-        if word not in known:
-            raise ValueError(f"{word!r} is none of {', '.join(known)}")
+    if split not in ("train", "dev", "test"):
+        raise ValueError(f"{split!r} is none of train, dev, test")
     if isinstance(pool, str) and pool not in ("drawn", "full"):
         raise ValueError(f"the miniature world has drawn and full pools, not {pool!r}")
     shares = {"one-hop": 0.41, "two-hop": 0.27, "two-hop new": 0.15, "own": 0.17}
@@ -204,7 +201,7 @@ def questions(
         if not decks[kind]:
             decks[kind] = rng.sample(every := facts(split, kind), len(every))
         relations, head = decks[kind].pop()
-        drawn = draw_pool(rng, pool == "full", names) if isinstance(pool, str) else SimulatedPool(tuple(pool))
+        drawn = draw_pool(rng, pool == "full") if isinstance(pool, str) else SimulatedPool(tuple(pool))
         text, golds = ask_for(relations, head), (answer(relations, head),)
         found.append(Question(f"{split}-{seed}-{i}", text, golds, kind, drawn))
     return found
@@ -220,9 +217,17 @@ def with_newcomer(question: Question, topic: str, price: float = 1.0) -> Questio
     """The same question with the topic's experts replaced by one whose name training never shows."""
     lines = list(without_expert(question, topic).pool.candidates)
     rng = random.Random(f"newcomer {question.id} {topic}")
-    name = rng.choice([name for name in CANDIDATE_NAMES["held-out"] if name not in question.pool.names])
+    name = rng.choice([name for name in UNSEEN_NAMES if name not in question.pool.names])
     lines.insert(rng.randint(0, len(lines)), Candidate(name, price, topic))
     return replace(question, pool=SimulatedPool(tuple(lines)))
+
+
+def renamed(question: Question) -> Question:
+    """The same question with all candidates under names that training never shows."""
+    lines = question.pool.candidates
+    names = random.Random(f"renamed {question.id}").sample(UNSEEN_NAMES, len(lines))
+    renamed = (replace(line, name=name) for line, name in zip(lines, names, strict=True))
+    return replace(question, pool=SimulatedPool(tuple(renamed)))
 
 
 # ---- demonstrations

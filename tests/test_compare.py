@@ -19,6 +19,7 @@ from minirouter.compare import (
     methods,
     paper,
     prompts,
+    publish,
     retriever,
     routers,
     runs,
@@ -539,6 +540,7 @@ class FakePaper:
 
     def __init__(self, folder):
         self.folder = folder
+        self.sets = dict.fromkeys((f"no-{topic}" for topic in facts.TOPICS), "abc")
         (folder / "run").mkdir()
         self.jobs = {"alpha 0.6": [runs.Job("x", ("--alpha", "0.6", "--seed", "0"))]}
         self.jobs["strong KL"] = [runs.Job("y", ("--alpha", "0.6", "--kl_coef", "0.05", "--seed", "0"))]
@@ -557,7 +559,8 @@ class FakePaper:
         later = call | {"name": "b", "label": "large", "price": 9.0}
         calls = [call | {"refused": True}, later | {"refused": False}]
         self.rows = [
-            row(kind, em=float(i % 2), calls=calls) for i, kind in enumerate(["one-hop", "two-hop"] * 3)
+            row(kind, em=float(i % 2), calls=calls)
+            for i, kind in enumerate([*["one-hop", "two-hop"] * 3, "two-hop new", "own"])
         ]
 
     def method(self, setting, name):
@@ -582,14 +585,36 @@ def test_every_stage_makes_its_tables_and_its_figures(tmp_path):
         for part in text.split("![](")[1:]:
             assert (tmp_path / part.split(")")[0]).stat().st_size > 1000, name
     assert (
-        "| alpha 0.6 | 12 | 1.00 | 0.00 | 0.00 | 0.00 |" in told["calls"]
-    )  # 6 refusals a seed, a dearer one after each
+        "| alpha 0.6 | 16 | 1.00 | 0.00 | 0.00 | 0.00 |" in told["calls"]
+    )  # 8 refusals a seed, a dearer one after each
     assert stages.share_of(fake.rows, ["film"]) == (0.5, 0.5)
     assert stages.expert_share(fake.rows) == 0.5 and "| alpha 0 | 1 | 0.500 |" in told["lacking"]
     assert "| alpha 0.6 | `python train.py` | 0.60 |" in told["ablations"]
     assert "| strong KL | `python train.py --kl_coef 0.05` | 0.60 |" in told["ablations"]
     assert "| fixed pool / shown in reverse |" in told["prompt"] and ablations.DEFAULT == "alpha 0.6"
+    assert "| alpha 0.6 | 0.500 [" in told["newcomers"]
+    assert "0.500 to 0.500, 0.500 to 0.500 |" in told["newcomers"]
+    assert "| film | 3 | 0.500 to 0.500 | 10.0 to 10.0 | 0.50 0.50 |" in told["newcomers"]
     for name, text in told.items():
-        (tmp_path / f"{name}.md").write_text(text)
+        (tmp_path / f"{name}.md").write_text(f"## {paper.STAGES[name][0]}\n\n{text}")
     gathered = SimpleNamespace(folder=tmp_path, count=6, steps=2, seeds=(0, 1))
-    assert paper.gather(gathered).read_text().count("episode of") == 3
+    whole = paper.gather(gathered).read_text()
+    assert whole.count("episode of") == 3
+    places = "".join(f"a\n<!-- {name} -->\nold\n<!-- /{name} -->\nb\n" for name in publish.TABLES)
+    filled = publish.fill(places, whole)
+    assert "old" not in filled and filled.count("a\n<!--") == filled.count("-->\nb\n") == len(publish.TABLES)
+    assert "| strong KL |" in filled and "| alpha 0 | 1 | 0.500 |" in filled
+    assert "| film | 3 |" in filled and "| minirouter, alpha 0.6 | 0.500 [" in filled
+    assert publish.fill(filled, whole) == filled
+    with pytest.raises(ValueError, match="no place for 'seeds'"):
+        publish.fill("", whole)
+    with pytest.raises(ValueError, match="no table below '### Seeds'"):
+        publish.fill(places, "## 8")
+
+
+def test_a_table_is_cut_out_whole_and_in_the_columns_asked_for():
+    """A table that runs into the next one, and columns in the order of the table."""
+    text = "### A\n\n| a | b | c |\n| --- | --- | --- |\n| 1 |  | 3 |\n\n### B\n\n| d |\n| --- |\n| 4 |\n"
+    assert publish.table(text, "### A", ("c", "a")) == "| c | a |\n| --- | --- |\n| 3 | 1 |"
+    assert publish.table(text, "### A").splitlines()[-1] == "| 1 |  | 3 |"
+    assert publish.table(text, "### B") == "| d |\n| --- |\n| 4 |"

@@ -153,7 +153,7 @@ class WorldServer(FaultServer):
     """Answers as the simulated candidates would, under the faults of a script."""
 
     def __init__(self, script: Any = (), **options: Any) -> None:
-        names = world.CANDIDATE_NAMES["train"]
+        names = world.TRAIN_NAMES
         described = [*TOPICS, "middling", "large"]
         self.simulated = world.SimulatedPool(
             tuple(world.Candidate(names[i], 1.0 + i, word) for i, word in enumerate(described))

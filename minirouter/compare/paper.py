@@ -21,6 +21,7 @@ from typing import Any
 
 from minirouter import world
 from minirouter.config import Config, fail, load_config, read_yaml
+from minirouter.facts import TOPICS, topics
 from minirouter.record import trajectory_row, transcript
 from minirouter.reward import CostScale, score
 from minirouter.trajectory import Question
@@ -34,6 +35,7 @@ from .table import collect, read_table
 STAGES = {  # name: (title, the function, the runs that it needs; "alphas" are all alphas, "default" is one)
     "table1": ("1. All systems (Tables 1, 3)", stages.comparison, ("alphas", "search-r1")),
     "unseen": ("2. Unseen candidates (Table 2)", stages.unseen, ("alphas",)),
+    "newcomers": ("2b. Newcomers one by one", stages.newcomers, ("alphas",)),
     "pareto": ("3. EM against cost (Table 4, Fig. 5)", stages.pareto, ("alphas",)),
     "calls": ("4. Calls and escalation (Fig. 4a)", stages.calls, ("alphas",)),
     "cost": ("4b. The cost reward (Fig. 3)", stages.cost_reward, ("alphas",)),
@@ -88,7 +90,8 @@ class Paper:
         names = dict.fromkeys(name for stage in only for name in STAGES[stage][2])
         known = {"alphas": self.alphas, "default": [stages.DEFAULT]}
         names = dict.fromkeys(found for name in names for found in known.get(name, [name]))
-        return [job for name in names for job in self.jobs.get(name, ())]
+        some = set(ablations.ONE_LINE)  # of these, those that the alphas have
+        return [job for name in names if name in self.jobs or name not in some for job in self.jobs[name]]
 
     @cached_property
     def config(self) -> Config:
@@ -127,6 +130,11 @@ class Paper:
         ]
         found["retriever"] = [replace(q, pool=self.bench.retriever) for q in drawn]
         found["lacking"], found["newcomers"] = drawn, drawn
+        found["renamed"] = [world.renamed(q) for q in drawn]
+        for topic in TOPICS:
+            about = [q for q in drawn if topic in topics(q.text) and q.kind != "own"]
+            found[f"no-{topic}"] = [world.without_expert(q, topic) for q in about]
+            found[f"new-{topic}"] = [world.with_newcomer(q, topic) for q in about]
         for topic in stages.NEWCOMERS:
             found["lacking"] = [world.without_expert(q, topic) for q in found["lacking"]]
             found["newcomers"] = [world.with_newcomer(q, topic) for q in found["newcomers"]]

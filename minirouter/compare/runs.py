@@ -47,7 +47,7 @@ class Job:
 
 def fixed_pool() -> tuple[Candidate, ...]:
     """The pool of the runs that are about one pool: each descriptor once, names of the training set."""
-    names = world.CANDIDATE_NAMES["train"]
+    names = world.TRAIN_NAMES
     return tuple(
         Candidate(names[7 * i], float(price), word, model="simulated", base_url="http://127.0.0.1")
         for i, (word, price) in enumerate(FIXED_PRICES.items())

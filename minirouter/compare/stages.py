@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minirouter.facts import topics
+from minirouter.facts import TOPICS, topics
 
 from . import figures
 from .methods import BASELINES
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 DEFAULT = f"alpha {DEFAULT_ALPHA:g}"
 NEWCOMERS = ("film", "science")  # topics whose experts are replaced by candidates that training never saw
+BOTH_SIDES = (
+    DEFAULT,
+    "alpha 0.9",
+)  # of the newcomers one by one: where a large stand-in is worth it, and not
 
 
 def comparison(paper: Paper) -> str:
@@ -108,6 +112,45 @@ def unseen(paper: Paper) -> str:
         "classes are descriptors."
     )
     return f"{said}\n\n{markdown(head, lines)}"
+
+
+def newcomers(paper: Paper) -> str:
+    """What the paper does not say of Table 2: names that training never showed, and one new expert at a time,
+    by seed.
+    """
+    names = [name for name in BOTH_SIDES if name in paper.alphas]
+    renamed = []
+    for name in names:
+        before, after = (paper.trained(setting, name) for setting in ("drawn", "renamed"))
+        pairs = zip(stacked(before, "em").mean(1), stacked(after, "em").mean(1), strict=True)
+        p = paired_test(stacked(after, "em").mean(0), stacked(before, "em").mean(0))
+        cells = (
+            number(stacked(own, key), digits)
+            for key, digits in (("em", 3), ("cost", 1))
+            for own in (before, after)
+        )
+        by_seed = ", ".join(f"{a:.3f} to {b:.3f}" for a, b in pairs)
+        renamed.append([name, *cells, by_seed, f"{p:.4f}"])
+    lines = []
+    for topic in TOPICS:
+        line = [topic, str(len(paper.sets[f"no-{topic}"]))]
+        for name in names:
+            before, after = (paper.trained(f"{setting}-{topic}", name) for setting in ("no", "new"))
+            ems, costs = (
+                " to ".join(number(stacked(own, key), digits, interval=False) for own in (before, after))
+                for key, digits in (("em", 3), ("cost", 1))
+            )
+            line += [ems, costs, " ".join(f"{share_of(rows, (topic,))[1]:.2f}" for rows in after)]
+        lines.append(line)
+    head = [
+        f"{name}: {what}" for name in names for what in ("EM", "cost", "calls on the topic to it, by seed")
+    ]
+    return (
+        "No training, the same questions. All candidates under names that training never used:\n\n"
+        + markdown(("", "EM", "EM, new names", "cost", "cost, new names", "EM by seed", "p (EM)"), renamed)
+        + "\n\nQuestions about a topic whose expert is missing, then with a new one at $1, under such a "
+        "name:\n\n" + markdown(("topic", "questions", *head), lines)
+    )
 
 
 def share_of(rows: Rows, words: Sequence[str]) -> tuple[float, float]:
