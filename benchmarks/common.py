@@ -8,6 +8,7 @@ of two neighbouring runs. Times in seconds are not comparable between machines; 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import random
@@ -32,6 +33,7 @@ from minirouter.rollout import Episode, rollout
 from minirouter.trajectory import Candidate, Limits, Reply, Trajectory
 
 OUT = Path(__file__).parent / "out"
+LAST_START = 60.0  # seconds: so that a benchmark takes minutes on a slow machine too
 BASE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 16384}  # 31 M
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 256}
 
@@ -42,13 +44,24 @@ TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "voc
 def options(doc: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=doc.split("\n")[0])
     parser.add_argument("--model", default="", help="folder of a real model; default: a random Llama, 31 M")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each version")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each version, at most")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes: does it run, no figures")
     parser.add_argument("--threads", type=int, default=0, help="of torch; default: as it likes")
     given = parser.parse_args(argv)
+    keep_freed_memory()
     if given.threads:
         torch.set_num_threads(given.threads)
     return given
+
+
+def keep_freed_memory() -> None:
+    """Stop glibc from giving the memory of large tensors back to the system after each use, for both sides:
+    fresh pages cost a third of the time of a long prefill.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        mallopt(-4, 0)  # M_MMAP_MAX: no block of its own for any tensor
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def word_tokenizer(size: int) -> PreTrainedTokenizerFast:
@@ -238,9 +251,14 @@ class Timing:
 
 
 def alternate(versions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Timing]:
-    """Run the versions in turn, `rounds` times each; the caller has warmed them up."""
+    """Run the versions in turn, `rounds` times each, but begin no round after a minute; the caller has warmed
+    them up.
+    """
     timings = {name: Timing([], []) for name in versions}
-    for _ in range(rounds):
+    start = time.perf_counter()
+    for n in range(rounds):
+        if n and time.perf_counter() - start > LAST_START:
+            break
         for name, work in versions.items():
             wall, cpu = time.perf_counter(), time.process_time()
             work()
