@@ -593,7 +593,9 @@ def test_every_stage_makes_its_tables_and_its_figures(tmp_path):
     assert "| strong KL | `python train.py --kl_coef 0.05` | 0.60 |" in told["ablations"]
     assert "| fixed pool / shown in reverse |" in told["prompt"] and ablations.DEFAULT == "alpha 0.6"
     assert "| alpha 0.6 | 0.500 [" in told["newcomers"]
-    assert "0.500 to 0.500, 0.500 to 0.500 |" in told["newcomers"]
+    assert (
+        "0.500 to 0.500, 0.500 to 0.500 |" in told["newcomers"] and "| by hand | 0.500" in told["newcomers"]
+    )
     assert "| film | 3 | 0.500 to 0.500 | 10.0 to 10.0 | 0.50 0.50 |" in told["newcomers"]
     for name, text in told.items():
         (tmp_path / f"{name}.md").write_text(f"## {paper.STAGES[name][0]}\n\n{text}")
@@ -614,7 +616,7 @@ def test_every_stage_makes_its_tables_and_its_figures(tmp_path):
 
 def test_a_table_is_cut_out_whole_and_in_the_columns_asked_for():
     """A table that runs into the next one, and columns in the order of the table."""
-    text = "### A\n\n| a | b | c |\n| --- | --- | --- |\n| 1 |  | 3 |\n\n### B\n\n| d |\n| --- |\n| 4 |\n"
+    text = "### A\n\n| a | b | c |\n| --- | --- | --- |\n| 1 |  | 3 |\n\n### B\n\n| d | d |\n| --- | --- |\n| 4 | 5 |\n"
     assert publish.table(text, "### A", ("c", "a")) == "| c | a |\n| --- | --- |\n| 3 | 1 |"
     assert publish.table(text, "### A").splitlines()[-1] == "| 1 |  | 3 |"
-    assert publish.table(text, "### B") == "| d |\n| --- |\n| 4 |"
+    assert publish.table(text, "### B") == "| d | d |\n| --- | --- |\n| 4 | 5 |"

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from parity_counts import parity_counts
 
+from minirouter.compare.publish import TABLES, table
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -49,6 +51,13 @@ def test_every_name_of_the_ledger_exists(row):
     file, _, test_name = test.strip("`").partition("::")
     assert test_name in names_in(ROOT / "tests" / file)
     assert reference.startswith(("same", "differs"))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_tables_of_the_comparison_are_those_of_its_pages(name):
+    """Catches a figure that was changed by hand, or in one place."""
+    shown = README.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- /{name} -->")[0]
+    assert shown == table((ROOT / "docs" / "paper" / "paper.md").read_text("utf-8"), *TABLES[name])
 
 
 def test_the_counts_of_the_differences_are_those_of_the_parity_tests():

@@ -35,8 +35,8 @@ def table(text: str, heading: str, columns: Sequence[str] = ()) -> str:
     if not lines:
         raise ValueError(f"no table below {heading!r}")
     head, _, *rows = ([cell.strip() for cell in line] for line in lines)
-    kept = [head.index(column) for column in columns or head]
-    return markdown(columns or head, [[row[i] for i in kept] for row in rows])
+    kept = [head.index(column) for column in columns] or range(len(head))
+    return markdown([head[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
 
 def fill(readme: str, paper: str) -> str:

@@ -86,14 +86,14 @@ def unseen(paper: Paper) -> str:
         )
         shares = [share_of(rows, NEWCOMERS) for rows in after]
         p = paired_test(stacked(after, "em").mean(0), stacked(before, "em").mean(0))
-        cells = [
-            number(stacked(runs, key), digits)
-            for key, digits in (("em", 3), ("cost", 1))
-            for runs in (before, after)
-        ]
         title = f"minirouter, {name}" if name in paper.alphas else name
         lines.append(
-            [title, *cells, *(f"{np.mean(share):.2f}" for share in zip(*shares, strict=True)), f"{p:.4f}"]
+            [
+                title,
+                *_before_after(before, after),
+                *(f"{np.mean(share):.2f}" for share in zip(*shares, strict=True)),
+                f"{p:.4f}",
+            ]
         )
     head = (
         "system",
@@ -119,38 +119,41 @@ def newcomers(paper: Paper) -> str:
     by seed.
     """
     names = [name for name in BOTH_SIDES if name in paper.alphas]
+    systems = {name: [paper.trained(setting, name) for setting in ("drawn", "renamed")] for name in names}
+    systems["by hand"] = [[paper.method(setting, "by hand")] for setting in ("drawn", "renamed")]
     renamed = []
-    for name in names:
-        before, after = (paper.trained(setting, name) for setting in ("drawn", "renamed"))
+    for name, (before, after) in systems.items():
         pairs = zip(stacked(before, "em").mean(1), stacked(after, "em").mean(1), strict=True)
         p = paired_test(stacked(after, "em").mean(0), stacked(before, "em").mean(0))
-        cells = (
-            number(stacked(own, key), digits)
-            for key, digits in (("em", 3), ("cost", 1))
-            for own in (before, after)
-        )
         by_seed = ", ".join(f"{a:.3f} to {b:.3f}" for a, b in pairs)
-        renamed.append([name, *cells, by_seed, f"{p:.4f}"])
+        renamed.append([name, *_before_after(before, after), by_seed, f"{p:.4f}"])
     lines = []
     for topic in TOPICS:
         line = [topic, str(len(paper.sets[f"no-{topic}"]))]
         for name in names:
             before, after = (paper.trained(f"{setting}-{topic}", name) for setting in ("no", "new"))
-            ems, costs = (
-                " to ".join(number(stacked(own, key), digits, interval=False) for own in (before, after))
-                for key, digits in (("em", 3), ("cost", 1))
-            )
-            line += [ems, costs, " ".join(f"{share_of(rows, (topic,))[1]:.2f}" for rows in after)]
+            em, new_em, cost, new_cost = _before_after(before, after, interval=False)
+            shares = " ".join(f"{share_of(rows, (topic,))[1]:.2f}" for rows in after)
+            line += [f"{em} to {new_em}", f"{cost} to {new_cost}", shares]
         lines.append(line)
-    head = [
-        f"{name}: {what}" for name in names for what in ("EM", "cost", "calls on the topic to it, by seed")
-    ]
+    head = [f"{name}: {what}" for name in names for what in ("EM", "cost", "its share by seed")]
     return (
-        "No training, the same questions. All candidates under names that training never used:\n\n"
+        "No training, the same questions. All candidates under names that training never used; `by hand`, "
+        "which reads any name, shows what the luck of other candidates is:\n\n"
         + markdown(("", "EM", "EM, new names", "cost", "cost, new names", "EM by seed", "p (EM)"), renamed)
         + "\n\nQuestions about a topic whose expert is missing, then with a new one at $1, under such a "
-        "name:\n\n" + markdown(("topic", "questions", *head), lines)
+        "name; its share is that of the calls on the topic:\n\n"
+        + markdown(("topic", "questions", *head), lines)
     )
+
+
+def _before_after(before: Sequence[Rows], after: Sequence[Rows], interval: bool = True) -> list[str]:
+    """EM before and after, cost before and after."""
+    return [
+        number(stacked(runs, key), digits, interval)
+        for key, digits in (("em", 3), ("cost", 1))
+        for runs in (before, after)
+    ]
 
 
 def share_of(rows: Rows, words: Sequence[str]) -> tuple[float, float]:
