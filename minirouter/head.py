@@ -26,7 +26,8 @@ Logits = Callable[[Tensor, slice], Tensor]  # (N, E), a slice of V -> (N, S)
 def logp_entropy(
     logits: Logits, states: Tensor, ids: Tensor, vocab: int, slice_logits: int = SLICE_LOGITS
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of `ids` (N,) and entropy of the distribution at `states` (N, E), nats, float32, (N,).
+    """Log-probability of `ids` (N,), each in [0, vocab), and entropy of the distribution at `states` (N, E):
+    (N,) each, nats, float32.
 
     `logits(states, part)` are the logits of the tokens in `part`; its weights are constants, gradients go to
     `states` alone.
@@ -55,24 +56,24 @@ class _Head(torch.autograd.Function):
             moment = shift.exp() * (moment + shift * mass) + z.mul_(p).sum(1)
             mass = shift.exp() * mass + p.sum(1)
             top = highest
-        log_sum = top + mass.log()
-        entropy = mass.log() - moment / mass
+        log_mass = mass.log()  # log-sum-exp is top + log_mass; added, it would be rounded at the size of top
+        entropy = log_mass - moment / mass
         ctx.logits, ctx.slices = logits, (vocab, width)
-        ctx.save_for_backward(states, ids, log_sum, entropy)
-        return own - log_sum, entropy
+        ctx.save_for_backward(states, ids, top, log_mass, entropy)
+        return own - top - log_mass, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, of_logp: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:
         # d log p_i / d z_j = [i = j] - p_j and d entropy / d z_j = -p_j (log p_j + entropy)
-        states, ids, log_sum, entropy = ctx.saved_tensors
+        states, ids, top, log_mass, entropy = ctx.saved_tensors
         found = torch.zeros_like(states, dtype=torch.float32)
         for part in _slices(*ctx.slices):
             with torch.enable_grad():
                 leaf = states.detach().requires_grad_()
                 z = ctx.logits(leaf, part)
-            gradient = z.detach().float().clamp(min=LOWEST) - log_sum[:, None]  # log p
-            p = gradient.exp()
+            gradient = z.detach().float().clamp(min=LOWEST) - top[:, None]
+            p = gradient.sub_(log_mass[:, None]).exp()  # gradient is log p so far
             gradient.add_(entropy[:, None]).mul_(-of_entropy[:, None]).sub_(of_logp[:, None]).mul_(p)
             gradient.scatter_add_(
                 1, _place(ids, part), torch.where(_inside(ids, part), of_logp, 0.0)[:, None]

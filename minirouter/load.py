@@ -196,7 +196,7 @@ def check_tree_mask(model: Any) -> None:
 # as the branch). Found with the memory profiler on Llama blocks; a test measures others.
 SAVED_BYTES = {2: (28, 14, 10), 4: (16, 20, 16)}
 WORK_BYTES = {2: (12, 0, 8), 4: (0, 0, 8)}
-LOGIT_BYTES = 19  # for each logit of a slice of the head: logits, probabilities, gradients
+LOGIT_BYTES = 20  # for each logit of a slice of the head: logits, probabilities, gradients
 
 
 def memory_estimate(

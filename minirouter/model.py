@@ -29,7 +29,7 @@ from .load import load_model, stop_ids
 from .trajectory import Batch
 
 PACKED_SIZE = 2**18  # weights: smaller layers stay in the processor's cache, where BLAS is as fast
-FEW_ROWS = 64  # as many are decoded at once; an update has more
+FEW_ROWS = 64  # of a decoding step; more go to BLAS, which is then as fast and does the update too
 
 
 class PackedLinear(nn.Linear):
@@ -55,7 +55,7 @@ def prepare(model: Any) -> None:
     """Make decoding fast, in place: attention that reads a shared prefix once; on a CPU, packed weights."""
     if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
         model.set_attn_implementation(ATTENTION)
-    for layer in model.modules():
+    for layer in model.modules() if torch.backends.mkldnn.is_available() else ():
         plain = type(layer) is nn.Linear and layer.weight.device.type == "cpu"
         if plain and layer.weight.dtype == torch.float32 and layer.weight.numel() >= PACKED_SIZE:
             PackedLinear.adopt(layer)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +32,7 @@ from minirouter.compare import (
 from minirouter.compare.encoder import Encoder
 from minirouter.compare.prompts import Bench
 from minirouter.compare.table import Table, collect, read_table
+from minirouter.config import load_config
 from minirouter.model import Router
 from minirouter.reward import exact_match
 from minirouter.task import Task
@@ -499,6 +502,20 @@ def test_finished_runs_are_left_alone_and_a_failed_one_stops_the_rest(tmp_path, 
     assert len(order) <= 4
 
 
+def test_runs_of_another_preset_are_not_taken_for_done(tmp_path):
+    """A table that mixes runs from before and after a change of the preset."""
+    job = runs.Job("a", ("--alpha", "0.9", "--seed", "1"))
+    folder = tmp_path / "a"
+    (folder / "checkpoints/step-000005").mkdir(parents=True)
+    (folder / "checkpoints/step-000005/manifest.json").touch()
+    config = load_config([*job.options, "--steps", "5", "--run_dir", str(folder)])
+    (folder / "config.yaml").write_text(config.to_yaml())
+    runs.train_all([job], tmp_path, 5, [], 1, print)
+    (folder / "config.yaml").write_text(replace(config, lora_r=3).to_yaml())
+    with pytest.raises(ValueError, match=r"a was trained with lora_r 3, now 16: give another --folder"):
+        runs.train_all([job], tmp_path, 5, [], 1, print)
+
+
 def test_a_graft_keeps_the_past_and_changes_the_pool(tmp_path):
     """A grafted run that starts late, keeps the old pool, or spoils the run it came from."""
     for step in (40, 80):
@@ -530,6 +547,25 @@ def test_every_stage_has_its_runs_and_every_run_its_stage(tmp_path):
         paper.open_paper(paper.parse(["--alphas", "0,x"]))
     with pytest.raises(ValueError, match=r"must hold 0\.6"):
         paper.open_paper(paper.parse(["--alphas", "0"]))
+
+
+def test_the_sets_of_questions_are_what_their_names_say(tmp_path):
+    """Pools without an expert and with a new one exchanged, new names that are old, questions left in about
+    something else."""
+    small = paper.open_paper(paper.parse(["--folder", str(tmp_path), "--questions", "60"]))
+    vars(small)["bench"] = SimpleNamespace(retriever=None)
+    sets = small.sets
+    drawn = {q.id: q for q in sets["drawn"]}
+    assert all(not set(q.pool.names) & set(drawn[q.id].pool.names) for q in sets["renamed"])
+    for topic in facts.TOPICS:
+        about = [q.id for q in sets["drawn"] if topic in facts.topics(q.text) and q.kind != "own"]
+        assert [q.id for q in sets[f"no-{topic}"]] == [q.id for q in sets[f"new-{topic}"]] == about != []
+        assert all(topic not in {c.descriptor for c in q.pool.candidates} for q in sets[f"no-{topic}"])
+        for q in sets[f"new-{topic}"]:
+            (one,) = [c for c in q.pool.candidates if c.descriptor == topic]
+            assert one.price == 1 and one.name not in drawn[q.id].pool.names
+    for q in sets["newcomers"]:
+        assert sum(c.price == 1 and c.descriptor in stages.NEWCOMERS for c in q.pool.candidates) == 2
 
 
 class FakePaper:
@@ -564,9 +600,14 @@ class FakePaper:
         ]
 
     def method(self, setting, name):
-        return self.rows
+        return self.trained(setting, name)[0]
 
     def trained(self, setting, name):
+        """New names and full pools make all right and twice as dear; of the added calls, none is on film."""
+        if setting in ("renamed", "full") or setting.startswith("new-"):
+            other = {"name": "c", "label": "large", "query": "", "price": 9.0, "refused": False}
+            right = [r | {"em": 1.0, "cost": 20.0, "calls": [*r["calls"], other]} for r in self.rows]
+            return [right, right]
         return [self.rows, self.rows]
 
     def folders(self, name):
@@ -592,11 +633,13 @@ def test_every_stage_makes_its_tables_and_its_figures(tmp_path):
     assert "| alpha 0.6 | `python train.py` | 0.60 |" in told["ablations"]
     assert "| strong KL | `python train.py --kl_coef 0.05` | 0.60 |" in told["ablations"]
     assert "| fixed pool / shown in reverse |" in told["prompt"] and ablations.DEFAULT == "alpha 0.6"
-    assert "| alpha 0.6 | 0.500 [" in told["newcomers"]
-    assert (
-        "0.500 to 0.500, 0.500 to 0.500 |" in told["newcomers"] and "| by hand | 0.500" in told["newcomers"]
+    (shown,) = [line for line in told["newcomers"].splitlines() if line.startswith("| alpha 0.6 ")]
+    shown = re.sub(r" \[[^]]*\]", "", shown)
+    assert shown.startswith(
+        "| alpha 0.6 | 0.500 | 1.000 | 10.0 | 20.0 | 0.500 to 1.000, 0.500 to 1.000 | 0.1"
     )
-    assert "| film | 3 | 0.500 to 0.500 | 10.0 to 10.0 | 0.50 0.50 |" in told["newcomers"]
+    assert "| by hand | 0.500" in told["newcomers"] and "alpha 0:" not in told["newcomers"]
+    assert "| film | 3 | 0.500 to 1.000 | 10.0 to 20.0 | 0.50 0.50 |" in told["newcomers"]
     for name, text in told.items():
         (tmp_path / f"{name}.md").write_text(f"## {paper.STAGES[name][0]}\n\n{text}")
     gathered = SimpleNamespace(folder=tmp_path, count=6, steps=2, seeds=(0, 1))
@@ -606,7 +649,9 @@ def test_every_stage_makes_its_tables_and_its_figures(tmp_path):
     filled = publish.fill(places, whole)
     assert "old" not in filled and filled.count("a\n<!--") == filled.count("-->\nb\n") == len(publish.TABLES)
     assert "| strong KL |" in filled and "| alpha 0 | 1 | 0.500 |" in filled
-    assert "| film | 3 |" in filled and "| minirouter, alpha 0.6 | 0.500 [" in filled
+    assert "| film | 3 |" in filled and "| minirouter, alpha 0.6 | 0.500 [" in filled  # drawn pools, not full
+    main = publish.table(whole, *publish.TABLES["main"]).splitlines()
+    assert main[0].startswith("| system | EM | EM one-hop |") and main[2].startswith("| Direct | 0.500 [")
     assert publish.fill(filled, whole) == filled
     with pytest.raises(ValueError, match="no place for 'seeds'"):
         publish.fill("", whole)
@@ -615,8 +660,12 @@ def test_every_stage_makes_its_tables_and_its_figures(tmp_path):
 
 
 def test_a_table_is_cut_out_whole_and_in_the_columns_asked_for():
-    """A table that runs into the next one, and columns in the order of the table."""
-    text = "### A\n\n| a | b | c |\n| --- | --- | --- |\n| 1 |  | 3 |\n\n### B\n\n| d | d |\n| --- | --- |\n| 4 | 5 |\n"
+    """A table that runs into the next one, or is another heading's; columns in the order of the table; two of
+    one name."""
+    first, second = "| a | b | c |\n| --- | --- | --- |\n| 1 |  | 3 |", "| d | d |\n| --- | --- |\n| 4 | 5 |"
+    text = f"### A\n\n{first}\n\n### None\n\n### B\n\n{second}\n"
     assert publish.table(text, "### A", ("c", "a")) == "| c | a |\n| --- | --- |\n| 3 | 1 |"
-    assert publish.table(text, "### A").splitlines()[-1] == "| 1 |  | 3 |"
-    assert publish.table(text, "### B") == "| d | d |\n| --- | --- |\n| 4 | 5 |"
+    assert publish.table(text, "### A") == first
+    assert publish.table(text, "### B") == second
+    with pytest.raises(ValueError, match="### None"):
+        publish.table(text, "### None")

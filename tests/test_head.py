@@ -62,6 +62,26 @@ def test_slices_change_neither_numbers_nor_gradients(width, scale):
     assert (found[0] - found[1]).abs().max() <= 1e-5 * found[1].abs().max()
 
 
+@pytest.mark.parametrize("offset", [-1e6, -200.0, 1e4, 1e6])
+def test_a_constant_added_to_all_logits_changes_nothing(offset):
+    """Catches a maximum that starts at 0, and a log-sum-exp that is rounded at the size of the logits."""
+    logits = tensor([[0.0, -1.0, 2.0, 1.5, -3.0, 0.5]]) + offset
+    found = []
+    for x in (logits, logits - offset):
+        x = x.requires_grad_()
+        logp, entropy = logp_entropy(identity, x, tensor([3]), 6, 2)
+        (logp + 2 * entropy).sum().backward()
+        found.append((logp, entropy, x.grad))
+    assert all(close(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_more_actions_than_logits_of_a_slice_still_give_slices_of_one_token():
+    logits = torch.randn(7, 4)
+    found = logp_entropy(identity, logits, tensor([0, 1, 2, 3, 0, 1, 2]), 4, 3)
+    plain = plain_logp_entropy(logits, tensor([0, 1, 2, 3, 0, 1, 2]))
+    assert all(close(a, b) for a, b in zip(found, plain, strict=True))
+
+
 def test_gradients_agree_with_finite_differences():
     """Catches a wrong derivative of the entropy."""
     generator = torch.Generator().manual_seed(0)
@@ -79,6 +99,7 @@ def test_gradients_agree_with_finite_differences():
 
 
 def test_bfloat16_states_give_float32_numbers_and_bfloat16_gradients():
+    """Catches sums over slices that are kept in bfloat16."""
     states = torch.randn(4, 8).bfloat16().requires_grad_()
     logp, entropy = logp_entropy(identity, states, tensor([0, 3, 5, 7]), 8, 12)
     assert logp.dtype == entropy.dtype == torch.float32
@@ -88,6 +109,18 @@ def test_bfloat16_states_give_float32_numbers_and_bfloat16_gradients():
         close(a, b)
         for a, b in zip((logp, entropy), plain_logp_entropy(states, tensor([0, 3, 5, 7])), strict=True)
     )
+
+
+def test_gradients_of_many_slices_are_summed_in_float32():
+    weight, states = torch.full((512, 1), 1.0), torch.ones(1, 1).bfloat16().requires_grad_()
+    weight[0] = -1000.0  # the only token without a share; each other one adds -1 / 511
+
+    def head(h: torch.Tensor, part: slice) -> torch.Tensor:
+        return h.float() @ weight[part].T
+
+    logp_entropy(head, states, tensor([0]), 512, 1)[0].sum().backward()
+    assert states.grad.item() == pytest.approx(-1000 - 1, rel=4e-3)
+    assert abs(states.grad.item() + 1001) <= 4  # the nearest numbers of bfloat16 are 4 apart
 
 
 def test_what_is_not_finite_stays_visible():

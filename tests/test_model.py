@@ -225,6 +225,21 @@ def test_the_slices_of_the_head_change_nothing():
         assert torch.allclose(a, b, atol=1e-5)
 
 
+def test_a_part_of_the_logits_is_a_part_of_them():
+    """Catches a bias of the head that is lost, or that of other tokens."""
+    router = random_router()
+    head = router.model.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.randn(head.out_features))
+    hidden = torch.randn(3, head.in_features)
+    assert torch.allclose(router.logits(hidden, slice(5, 90)), router.logits(hidden)[:, 5:90], atol=1e-5)
+
+
+def test_without_onednn_layers_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    router = Router(tiny("llama", hidden_size=256, intermediate_size=1024)[0], chatty(), lora_r=4)
+    assert not any(isinstance(layer, PackedLinear) for layer in router.model.modules())
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_packed_layers_give_the_same_numbers_and_gradients(bias):
     """Catches a packed copy that is of another weight, lost gradients, and a bias that is left out."""

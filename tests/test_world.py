@@ -229,7 +229,9 @@ def test_a_wrong_word_is_named_in_one_line(wrong):
 
 
 def test_a_newcomer_replaces_the_missing_expert():
-    """Catches newcomer pools that keep the old expert or use a name of training."""
+    """Catches newcomer pools that keep the old expert, use a name of training or one twice, or always the
+    last line."""
+    places = set()
     for q in world.questions("test", 200, 0):
         topic = facts.topics(q.text)[0]
         without, with_one = world.without_expert(q, topic), world.with_newcomer(q, topic)
@@ -238,10 +240,15 @@ def test_a_newcomer_replaces_the_missing_expert():
         assert newcomer.descriptor == topic and newcomer.price == 1.0
         assert newcomer.name in world.UNSEEN_NAMES and newcomer.name not in q.pool.names
         assert with_one.text == q.text and with_one == world.with_newcomer(q, topic)
+        places.add(with_one.pool.candidates.index(newcomer))
+        both = world.with_newcomer(with_one, next(t for t in facts.TOPICS if t != topic))
+        assert len(set(both.pool.names)) == len(both.pool.names)
+    assert len(places) > 3
 
 
 def test_renamed_candidates_keep_all_but_their_names():
     """Catches a name of training, two of one name, and a line that moved or changed its price."""
+    chosen = []
     for q in world.questions("test", 50, 0):
         new = world.renamed(q)
         assert len(set(new.pool.names)) == len(q.pool.names) and set(new.pool.names) <= set(
@@ -251,6 +258,8 @@ def test_renamed_candidates_keep_all_but_their_names():
             replace(c, name="") for c in q.pool.candidates
         ]
         assert new.text == q.text and new == world.renamed(q)
+        chosen.append(new.pool.names)
+    assert len({names[0] for names in chosen}) > 20  # drawn anew for each question
 
 
 def cheapest(pool, *descriptors: str) -> str:

@@ -30,7 +30,8 @@ TABLES: dict[str, tuple[str, Sequence[str]]] = {  # in README: the heading above
 
 def table(text: str, heading: str, columns: Sequence[str] = ()) -> str:
     """The first table below a heading, or some of its columns. Raises ValueError if there is none."""
-    below = dropwhile(lambda line: not line.startswith("|"), text.partition(heading)[2].splitlines())
+    section = takewhile(lambda line: not line.startswith("#"), text.partition(heading)[2].splitlines())
+    below = dropwhile(lambda line: not line.startswith("|"), section)
     lines = [line.strip("|").split("|") for line in takewhile(lambda line: line.startswith("|"), below)]
     if not lines:
         raise ValueError(f"no table below {heading!r}")
