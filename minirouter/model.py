@@ -34,7 +34,8 @@ FEW_ROWS = 64  # of a decoding step; more go to BLAS, which is then as fast and 
 
 class PackedLinear(nn.Linear):
     """A frozen float32 layer on a CPU with a second copy of its weight, laid out by oneDNN, for decoding:
-    products of a few rows then run at the speed of memory, two to five times faster than by BLAS.
+    products of a few rows then run at the speed of memory, two to five times faster than by BLAS. The two
+    operators are those that torch.compile calls; torch has no public name for them.
     """
 
     packed: torch.Tensor
