@@ -17,7 +17,7 @@ from tqdm import tqdm
 from minirouter import world
 from minirouter.compare import methods, prompts
 from minirouter.compare.retriever import retriever_pool
-from minirouter.config import Config, fail, load_config, read_yaml
+from minirouter.config import Config, fail, knob, load_config, read_yaml
 from minirouter.load import default_device, default_dtype, memory_estimate, memory_table, model_config
 from minirouter.model import Router
 from minirouter.record import trajectory_row, write_rows
@@ -35,16 +35,20 @@ TINY = Path(world.__file__).parent / "assets" / "tiny"
 class Options:
     """Score a run, or a base model, on held-out questions."""
 
-    run: str | None = None  # run folder; without one, the base of the configuration is scored
-    at: str = "newest"  # which checkpoint: newest, best, or a step
-    split: str = "test"
-    methods: str | None = None  # other systems on the same questions: a comma list, or all
-    search_run: str | None = None  # for Search-R1: a run that was trained with --pool retriever
-    retriever: str | None = None  # for RAG and Search-R1: a .jsonl corpus, or the URL of a /retrieve server
-    encoder: str | None = None  # of the learned routers: a Hugging Face encoder; default the base itself
-    table: str = "runs/table.jsonl"  # what the learned routers train on
-    collect: bool = False  # fill the table with --questions training questions, then stop
-    show_prompts: bool = False  # print the prompts of the other systems, then stop
+    run: str | None = knob(None, "run folder; without one, the base of the configuration is scored")
+    at: str = knob("newest", "which checkpoint: newest, best, or a step")
+    split: str = knob("test", "which questions: test, dev or train")
+    methods: str | None = knob(None, "other systems on the same questions: a comma list, or all")
+    search_run: str | None = knob(None, "for Search-R1: a run that was trained with --pool retriever")
+    retriever: str | None = knob(
+        None, "for RAG and Search-R1: a .jsonl corpus, or the URL of a /retrieve server"
+    )
+    encoder: str | None = knob(
+        None, "of the learned routers: a Hugging Face encoder; default: the base itself"
+    )
+    table: str = knob("runs/table.jsonl", "what the learned routers train on")
+    collect: bool = knob(False, "fill the table with --questions training questions, then stop")
+    show_prompts: bool = knob(False, "print the prompts of the other systems, then stop")
 
 
 def build(config: Config) -> tuple[Router, Task]:

@@ -514,6 +514,9 @@ def test_runs_of_another_preset_are_not_taken_for_done(tmp_path):
     (folder / "config.yaml").write_text(replace(config, lora_r=3).to_yaml())
     with pytest.raises(ValueError, match=r"a was trained with lora_r 3, now 16: give another --folder"):
         runs.train_all([job], tmp_path, 5, [], 1, print)
+    (folder / "config.yaml").write_text(config.to_yaml())
+    with pytest.raises(ValueError, match=r"a was trained with steps 5, now 6"):
+        runs.train_all([job], tmp_path, 6, [], 1, print)
 
 
 def test_a_graft_keeps_the_past_and_changes_the_pool(tmp_path):

@@ -177,7 +177,7 @@ def run_method(bench: Bench, name: str, questions: Sequence[Question]) -> list[d
     try:
         return rows_of(questions, pools, known[name](bench, questions))
     except ModuleNotFoundError as error:
-        raise ValueError(f"{name} needs {error.name}: pip install 'minirouter[baselines]'") from None
+        raise ValueError(f"{name} needs {error.name}: pip install -e '.[baselines]'") from None
 
 
 # ---- what evaluate.py calls

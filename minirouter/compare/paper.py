@@ -1,9 +1,10 @@
 """Every table and figure of the paper, in the miniature world: `python -m minirouter.compare.paper --quick`.
 
-Trains the routers that are missing (runs.py), answers the test questions with every system, and writes tables
-(Markdown) and figures (PNG) to `runs/paper/`, all of it in `paper.md`. Stop it at any time: what is done
-stays done. `--only` picks stages. Untrained systems are answered once for each set of questions; the sets
-hold the same questions with different pools, so that everything can be compared question by question.
+Trains the routers that are missing (runs.py), answers the test questions with every system, and writes
+tables (Markdown) and figures (PNG) to `runs/paper/` (quick: `runs/paper-quick/`), all of it in `paper.md`.
+Stop it at any time: what is done stays done. `--only` picks stages. Untrained systems are answered once for
+each set of questions; the sets hold the same questions with different pools, so that everything can be
+compared question by question.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--quick", action="store_true", help="one seed, three alphas, fewer questions and steps"
     )
     parser.add_argument("--only", default=",".join(STAGES), help=f"stages: {', '.join(STAGES)}")
-    parser.add_argument("--folder", type=Path, default=Path("runs/paper"))
+    parser.add_argument("--folder", type=Path, help="default: runs/paper, quick: runs/paper-quick")
     parser.add_argument("--model", default="tiny", help="tiny, or a folder made by assets/tiny/make.py")
     parser.add_argument("--parallel", type=int, default=2, help="runs side by side, one thread each")
     parser.add_argument("--steps", type=int, help="training steps of a run (180, quick: 80)")
@@ -238,7 +239,7 @@ def open_paper(options: argparse.Namespace) -> Paper:
     if runs.DEFAULT_ALPHA not in alphas:
         raise ValueError(f"--alphas must hold {runs.DEFAULT_ALPHA:g}, which the other runs are compared with")
     return Paper(
-        options.folder,
+        options.folder or Path("runs/paper-quick" if quick else "runs/paper"),
         options.model,
         options.steps or (80 if quick else 180),
         options.questions or (400 if quick else 1000),

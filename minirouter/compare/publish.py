@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
     folder = Path(arguments[0] if arguments else "runs/paper")
     try:
+        if not (folder / "paper.md").exists():
+            raise ValueError(f"no {folder}/paper.md: python -m minirouter.compare.paper makes it")
         readme = fill((ROOT / "README.md").read_text("utf-8"), (folder / "paper.md").read_text("utf-8"))
     except (OSError, ValueError) as error:
         fail(error)

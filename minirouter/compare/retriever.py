@@ -98,7 +98,7 @@ def bm25(documents: Sequence[dict[str, str]], topk: int) -> Callable[[str], str]
     try:
         import bm25s
     except ModuleNotFoundError:
-        raise ValueError("searching a corpus needs bm25s: pip install 'minirouter[baselines]'") from None
+        raise ValueError("searching a corpus needs bm25s: pip install -e '.[baselines]'") from None
 
     texts = [f"{document['title']} {document['text']}" for document in documents]
     index = bm25s.BM25()

@@ -157,21 +157,22 @@ def train_all(
     """
     folder.mkdir(parents=True, exist_ok=True)
     for job in jobs:
-        _check_settings(job, folder / job.name)
+        _check_settings(job, folder / job.name, steps)
     for wave in ([job for job in jobs if not job.grafted_on], [job for job in jobs if job.grafted_on]):
         _train_wave(
             [job for job in wave if not done(folder / job.name, steps)], folder, steps, common, parallel, say
         )
 
 
-def _check_settings(job: Job, run: Path) -> None:
-    """Raises ValueError if a run was trained with another preset than it would be now."""
+def _check_settings(job: Job, run: Path, steps: int) -> None:
+    """Raises ValueError if a run was trained with another preset or for other steps than asked for now."""
     if not (run / "config.yaml").exists():
         return
     before, now = (
         yaml.safe_load(path.read_text("utf-8")) for path in (run / "config.yaml", ROOT / "configs/tiny.yaml")
     )
-    varied = {option.removeprefix("--") for option in job.options} | {"steps", "pool", "prompt", "model"}
+    varied = {option.removeprefix("--") for option in job.options} | {"pool", "prompt", "model"}
+    now["steps"] = steps
     for name in now.keys() - varied:
         if before[name] != now[name]:
             what = f"{name} {before[name]}, now {now[name]}"

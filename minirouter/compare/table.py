@@ -111,6 +111,10 @@ def _whole(path: Path) -> list[dict[str, Any]]:
 def read_table(path: Path) -> Table:
     """The table of a JSONL file. Raises ValueError, one line, if there is none."""
     rows = _whole(path)
+    if not rows and path.exists():
+        raise ValueError(
+            f"{path}: no question whose candidates all answered; evaluate.py --collect asks again"
+        )
     if not rows:
         raise ValueError(f"{path}: no collected table; make it with evaluate.py --collect")
     ids = {name: i for i, name in enumerate(dict.fromkeys(row["id"] for row in rows))}
