@@ -18,7 +18,8 @@ import torch
 from minirouter.model import Router
 from minirouter.sampler import Sampler
 
-from .common import alternate, compare, library_router, options, report, router_of
+from .common import library_router, router_of
+from .measure import alternate, compare, options, report
 
 
 def bandwidth(megabytes: int = 512) -> float:

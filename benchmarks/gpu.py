@@ -31,8 +31,9 @@ from minirouter.model import Router
 from minirouter.trajectory import Limits
 from minirouter.update import Rules, update
 
-from .common import Plan, planned_rollout, prompts_of, report, word_tokenizer
+from .common import Plan, planned_rollout, prompts_of, word_tokenizer
 from .decode import our_steps
+from .measure import report
 from .update import packed, trajectories_of
 
 SHAPES = {

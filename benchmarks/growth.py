@@ -13,7 +13,8 @@ from typing import Any
 from minirouter.model import Router
 from minirouter.trajectory import Limits, Trajectory
 
-from .common import Plan, alternate, options, planned_rollout, prompts_of, report, router_of
+from .common import Plan, planned_rollout, prompts_of, router_of
+from .measure import alternate, options, report
 from .update import packed
 
 

@@ -6,7 +6,7 @@ most 1/8, aim 1/16, and the time at most 1.6x (three products instead of two).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,20 +14,7 @@ from torch import nn
 
 from minirouter.head import logp_entropy
 
-from .common import alternate, compare, options, report
-
-
-def peak_bytes(work: Callable[[], Any]) -> int:
-    """The most that was allocated at once during `work`, above what was there before, by torch's profiler."""
-    activity = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[activity], profile_memory=True) as profile:
-        work()
-    now = most = 0
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
+from .measure import alternate, compare, options, peak_bytes, report
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -37,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     head = nn.Linear(width, vocab, bias=False).requires_grad_(False)
     states = torch.randn(actions, width)
     ids = torch.randint(vocab, (actions,))
-    options_of = {"slice_logits": 1000} if given.tiny else {}
+    slices = {"slice_logits": 1000} if given.tiny else {}
 
     def part(h: torch.Tensor, columns: slice) -> torch.Tensor:
         return nn.functional.linear(h, head.weight[columns])
@@ -49,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
     def sliced() -> torch.Tensor:
         h = states.clone().requires_grad_()
-        logp_entropy(part, h, ids, vocab, **options_of)[0].sum().backward()
+        logp_entropy(part, h, ids, vocab, **slices)[0].sum().backward()
         return h.grad
 
     difference = ((full() - sliced()).abs().max() / full().abs().max()).item()

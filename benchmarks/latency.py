@@ -11,7 +11,8 @@ from typing import Any
 
 from minirouter.trajectory import Limits
 
-from .common import Plan, alternate, compare, options, planned_rollout, prompts_of, report, router_of
+from .common import Plan, planned_rollout, prompts_of, router_of
+from .measure import alternate, compare, options, report
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:

@@ -10,7 +10,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from .common import Plan, options, report
+from .common import Plan
+from .measure import options, report
 from .rollout import race
 
 

@@ -11,18 +11,8 @@ from typing import Any
 
 from minirouter.trajectory import Limits
 
-from .common import (
-    Plan,
-    alternate,
-    compare,
-    library_router,
-    lockstep_rollout,
-    options,
-    planned_rollout,
-    prompts_of,
-    report,
-    router_of,
-)
+from .common import Plan, library_router, lockstep_rollout, planned_rollout, prompts_of, router_of
+from .measure import alternate, compare, options, report
 
 
 def race(given: Any, plans: list[Plan], slots: int, common: int, own: int) -> dict[str, Any]:

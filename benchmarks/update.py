@@ -17,7 +17,8 @@ from minirouter.model import Router
 from minirouter.packing import packs_of
 from minirouter.trajectory import Trajectory
 
-from .common import alternate, compare, library_router, options, report, router_of
+from .common import library_router, router_of
+from .measure import alternate, compare, options, report
 
 
 def trajectories_of(n: int, common: int, own: tuple[int, int], vocab: int) -> list[Trajectory]:

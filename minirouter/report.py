@@ -32,9 +32,9 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     if set(values) <= {0, 1}:
         centre = (m + z * z / (2 * n)) / (1 + z * z / n)
         half = z / (1 + z * z / n) * math.sqrt(m * (1 - m) / n + z * z / (4 * n * n))
-        return max(0.0, centre - half), centre + half
-    half = z * math.sqrt(sum((v - m) ** 2 for v in values) / max(1, n - 1) / n)
-    return max(0.0, m - half), m + half  # nothing that is averaged here can be negative
+    else:
+        centre, half = m, z * math.sqrt(sum((v - m) ** 2 for v in values) / max(1, n - 1) / n)
+    return max(0.0, centre - half), centre + half  # nothing that is averaged here can be negative
 
 
 def asked_expert(pool: Any, call: Call) -> bool | None:

@@ -226,8 +226,8 @@ def renamed(question: Question) -> Question:
     """The same question with all candidates under names that training never shows."""
     lines = question.pool.candidates
     names = random.Random(f"renamed {question.id}").sample(UNSEEN_NAMES, len(lines))
-    renamed = (replace(line, name=name) for line, name in zip(lines, names, strict=True))
-    return replace(question, pool=SimulatedPool(tuple(renamed)))
+    new = (replace(line, name=name) for line, name in zip(lines, names, strict=True))
+    return replace(question, pool=SimulatedPool(tuple(new)))
 
 
 # ---- demonstrations

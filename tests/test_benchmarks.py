@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.common import Plan, lockstep_rollout, planned_rollout, prompts_of
-from benchmarks.common import options as read_options
+from benchmarks.measure import options as read_options
 from benchmarks.ragged import ragged_plans
 from benchmarks.rollout import library_router, router_of
 from minirouter.model import PackedLinear
@@ -20,7 +20,7 @@ NAMES = ("rollout", "ragged", "latency", "decode", "update", "head", "growth")
 
 @pytest.fixture(autouse=True)
 def one_place(tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.common.OUT", tmp_path)
+    monkeypatch.setattr("benchmarks.measure.OUT", tmp_path)
 
 
 @pytest.mark.parametrize("name", NAMES)

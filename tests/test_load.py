@@ -20,6 +20,7 @@ from transformers import (
     T5Config,
 )
 
+from benchmarks.measure import peak_bytes
 from minirouter.config import load_config
 from minirouter.load import (
     check_config,
@@ -358,19 +359,6 @@ def test_the_cache_is_counted_to_the_byte(family):
         model(ids, position_ids=positions, attention_mask=mask, cache=cache, use_cache=True)
     counted = storage_bytes([t for layer in cache.layers for t in layer])
     assert estimate(model.config)["kv_cache"] == counted > 0
-
-
-def peak_bytes(work) -> int:
-    """The most that was allocated at once during `work`, above what was there before, by torch's profiler."""
-    cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
-        work()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
 
 
 def update_bytes(shape, dtype, tokens, actions, checkpointing=True) -> int:
