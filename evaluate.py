@@ -18,7 +18,8 @@ from minirouter import world
 from minirouter.compare import methods, prompts
 from minirouter.compare.retriever import retriever_pool
 from minirouter.config import Config, fail, knob, load_config, read_yaml
-from minirouter.load import default_device, default_dtype, memory_estimate, memory_table, model_config
+from minirouter.load import default_device, default_dtype, model_config
+from minirouter.memory import memory_estimate, memory_table
 from minirouter.model import Router
 from minirouter.record import trajectory_row, write_rows
 from minirouter.report import Result, table
@@ -152,8 +153,11 @@ def others(options: Options, router: Router, task: Task, config: Config, questio
     bench = methods.open_bench(router, task, limits_of(config), config.seed, *sources)
     if options.collect:
         training = task.questions("train", config.questions)
-        for _ in tqdm(methods.collect_table(bench, training, options.table), desc=options.table):
-            pass
+        with tqdm(total=len(training), desc=options.table, unit="question") as bar:
+            for held in methods.collect_table(bench, training, options.table):
+                bar.update(held - bar.n)
+        if bar.n < len(training):
+            print(f"{len(training) - bar.n} questions met a fault of the pool and are left out: collect again")
         return None
     found = methods.compare_methods(bench, options.methods or "", questions)
     if options.search_run:

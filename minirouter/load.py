@@ -1,11 +1,11 @@
-"""A causal LM from disk or hub: its precision, its tokenizer, what is refused, and how much memory a run
-takes.
+"""A causal LM from disk or hub: its precision, its tokenizer, and what is refused.
 
 The paper trains full copies of a 3B model on several 48 GB GPUs (its Table 8). Here one frozen base serves
 all roles, in NF4 with double quantisation (QLoRA) where asked, so that one consumer GPU is enough.
 
 What the rest of the program cannot compute rightly is refused in one line: attention that takes no tree
-mask, and contexts longer than a sliding window or than the RoPE that the model was made for.
+mask, contexts longer than a sliding window or than the RoPE that the model was made for, and weights outside
+the model's own folder.
 
 `python -m minirouter.load GGUF OUT_DIR` makes an ordinary checkpoint of a GGUF file, or of the folder that
 holds one.
@@ -14,6 +14,7 @@ holds one.
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,8 @@ from typing import Any
 import torch
 from bitsandbytes.nn import Linear4bit
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 from transformers.utils.logging import disable_progress_bar
-
-from .head import SLICE_LOGITS
 
 disable_progress_bar()  # of loading weights: an entry point prints what it has to say itself
 
@@ -63,6 +63,7 @@ def load_model(
         bnb_4bit_compute_dtype=dtype,
     )
     try:
+        check_shards(path)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         model = AutoModelForCausalLM.from_pretrained(
             path,
@@ -119,6 +120,27 @@ def _one_line(error: Exception) -> str:
 
 
 # ---- what is refused
+
+
+def check_shards(path: str) -> None:
+    """ValueError, one line, if the index of a model's weights names a file that is not beside it.
+
+    transformers 5.24 opens whatever path stands there (CVE-2026-75104).
+    """
+    given = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **given)
+    if index is None:  # one file, or none: the loader says so
+        return
+    try:
+        shards = set(json.loads(Path(index).read_text("utf-8"))["weight_map"].values())
+        outside = sorted(shard for shard in shards if Path(shard).name != shard)
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"{SAFE_WEIGHTS_INDEX_NAME} is no index of weights") from None
+    if outside:
+        raise ValueError(f"{SAFE_WEIGHTS_INDEX_NAME} names {outside[0]}, which does not lie beside it")
 
 
 def check_config(config: PreTrainedConfig, total_tokens: int) -> None:
@@ -186,85 +208,6 @@ def check_tree_mask(model: Any) -> None:
         raise ValueError(f"{model.config.model_type} cannot take a tree mask: {_one_line(error)}") from None
     if not (packed - right).norm() <= 0.5 * (leaking - right).norm():
         raise ValueError(f"the attention of {model.config.model_type} does not respect a tree mask")
-
-
-# ---- memory
-
-# Bytes for each token and unit of width (hidden, all heads, intermediate), by the size of a number: what a
-# layer saves for its backward pass, and what that needs beside it. LoRA computes in float32: a bfloat16 layer
-# keeps float32 copies of its inputs; each branch of a pack copies its prefix's keys and values (here as long
-# as the branch). Found with the memory profiler on Llama blocks; a test measures others.
-SAVED_BYTES = {2: (28, 14, 10), 4: (16, 20, 16)}
-WORK_BYTES = {2: (12, 0, 8), 4: (0, 0, 8)}
-LOGIT_BYTES = 20  # for each logit of a slice of the head: logits, probabilities, gradients
-
-
-def memory_estimate(
-    config: PreTrainedConfig,
-    *,
-    load_in_4bit: bool,
-    lora_r: int,
-    slots: int,
-    total_tokens: int,
-    max_tokens_per_pack: int,
-    slice_logits: int = SLICE_LOGITS,
-    gradient_checkpointing: bool = True,
-    critic: bool = True,
-    warm: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-) -> dict[str, int]:
-    """Bytes on the device, by purpose. `critic`: PPO, not GRPO; `warm`: a warm-started reference adapter.
-
-    Rollout and update follow each other, so that "total" counts the larger of the two. Not counted: the
-    CUDA context, libraries and fragmentation, about 1 GB; on a CPU, the copies that `PackedLinear` keeps.
-    """
-    size, text = dtype.itemsize, config.get_text_config(decoder=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    linears.remove(model.get_output_embeddings())
-    weights = sum(p.numel() for p in model.parameters()) * size
-    if load_in_4bit:
-        weights += sum(nf4_bytes(m.weight.numel()) - m.weight.numel() * size for m in linears)
-    lora = sum(lora_r * (m.in_features + m.out_features) for m in linears) * 4
-    trained = lora + critic * (lora + (text.hidden_size + 1) * 4)
-    heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    row = 2 * slots * total_tokens * head_dim * size  # keys and values of one head, all slots
-    layers = text.num_hidden_layers
-    widths = (text.hidden_size, heads * head_dim, getattr(text, "intermediate_size", 4 * text.hidden_size))
-    saved, work = (
-        sum(a * b for a, b in zip(table[size], widths, strict=True)) for table in (SAVED_BYTES, WORK_BYTES)
-    )
-    kept = layers * text.hidden_size * size + saved if gradient_checkpointing else layers * saved
-    # Gemma-2's soft cap needs attention that computes all pairs of a pack, under a mask
-    pairs = max_tokens_per_pack**2 if getattr(text, "attn_logit_softcapping", None) else 0
-    scores = pairs * (1 + size + heads * (4 + 2 * size))  # at least
-    dequantised = max(m.weight.numel() for m in linears) * size if load_in_4bit else 0
-    parts = {
-        "weights": weights,
-        "adapters": trained + warm * lora,
-        "gradients": trained,
-        "optimiser": 2 * trained,
-        "kv_cache": row * (getattr(text, "num_key_value_heads", None) or heads) * layers,
-        "decoding": row * heads,  # one layer at a time, keys and values are repeated for every query head
-        "activations": max_tokens_per_pack * (kept + work) + scores + dequantised,
-        "logits": min(slice_logits, max_tokens_per_pack * text.vocab_size) * LOGIT_BYTES,
-    }
-    rollout, update = parts["kv_cache"] + parts["decoding"], parts["activations"] + parts["logits"]
-    return parts | {"total": weights + parts["adapters"] + 3 * trained + max(rollout, update)}
-
-
-def nf4_bytes(n: int) -> int:
-    """Bytes of n weights in NF4 with double quantisation: half a byte each, one for each 64, four for each
-    16,384, and the two code books and the offset."""
-    blocks = -(-n // 64)
-    return -(-n // 2) + blocks + 4 * -(-blocks // 256) + 4 * (16 + 256 + 1)
-
-
-def memory_table(parts: dict[str, int]) -> str:
-    """The estimate as lines of text, in GB (1e9 bytes)."""
-    return "\n".join(f"{name:<12} {number / 1e9:8.2f} GB" for name, number in parts.items())
 
 
 # ---- GGUF

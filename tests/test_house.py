@@ -19,7 +19,7 @@ PACKAGE = ROOT / "minirouter"
 # A module may import those above its line, and trajectory and tags from anywhere.
 TIERS = (
     "tags trajectory attention head sampler ppo record ledger facts watch",
-    "reward data pool load packing checkpoint",
+    "reward data pool load memory packing checkpoint",
     "model rollout world sft estimates",
     "update",
     "task",  # which world, which pool, which prompt
@@ -40,6 +40,7 @@ ONLY = {  # a library: the modules that may import it
         "sampler",
         "model",
         "load",
+        "memory",
         "packing",
         "ppo",
         "sft",
@@ -50,7 +51,7 @@ ONLY = {  # a library: the modules that may import it
         "train",
     },
     "safetensors": {"checkpoint"},
-    "transformers": {"attention", "model", "load", "config", "compare"},
+    "transformers": {"attention", "model", "load", "memory", "config", "compare"},
 }
 ALGORITHM = {"tags", "trajectory", "rollout", "packing", "reward", "ppo", "estimates", "update", "train"}
 SHORT, LONG, FUNCTION = 200, 300, 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from benchmarks.measure import peak_bytes
+from minirouter.compare.encoder import Encoder
 from minirouter.config import load_config
 from minirouter.load import (
     check_config,
@@ -28,11 +30,10 @@ from minirouter.load import (
     context_limits,
     keep_4bit_layout,
     load_model,
-    memory_estimate,
-    memory_table,
     model_config,
     stop_ids,
 )
+from minirouter.memory import memory_estimate, memory_table
 from minirouter.model import Router
 from minirouter.sampler import RaggedCache
 from minirouter.trajectory import Batch
@@ -178,6 +179,39 @@ def test_pickled_weights_are_never_read(tmp_path):
     with pytest.raises(ValueError) as error:
         load_model(folder, device="cpu")
     assert "safetensors" in one_line(error)
+    with pytest.raises(ValueError, match="safetensors"):
+        Encoder(None, folder)
+
+
+@pytest.mark.parametrize("where", ["../", "{}/"])
+def test_weights_outside_the_folder_of_a_model_are_not_opened(tmp_path, where):
+    """CVE-2026-75104: transformers opens any path that an index names."""
+    folder = tmp_path / "model"
+    model, _ = tiny("llama")
+    model.save_pretrained(folder, max_shard_size="50KB")
+    byte_tokenizer().save_pretrained(folder)
+    load_model(str(folder), device="cpu")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text("utf-8"))
+    shard = max(index["weight_map"].values())
+    (folder / shard).rename(tmp_path / shard)
+    elsewhere = where.format(tmp_path) + shard
+    index["weight_map"] = {k: elsewhere if v == shard else v for k, v in index["weight_map"].items()}
+    path.write_text(json.dumps(index), encoding="utf-8")
+    for load in (lambda: load_model(str(folder), device="cpu"), lambda: Encoder(None, str(folder))):
+        with pytest.raises(ValueError, match="does not lie beside it") as error:
+            load()
+        assert elsewhere in one_line(error)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}'])
+def test_an_index_that_is_none_is_one_clear_line(tmp_path, text):
+    folder = save(tmp_path, tiny("llama")[0])
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError) as error:
+        load_model(folder, device="cpu")
+    assert folder in one_line(error)
 
 
 def test_a_context_beyond_the_window_is_refused_by_load(tmp_path):

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from minirouter.load import check_shards
+
 from .systems import borrowed
 
 BATCH = 64  # texts of one forward pass
@@ -29,7 +31,8 @@ class Encoder:
             from transformers import AutoModel, AutoTokenizer
 
             try:
-                self.model = AutoModel.from_pretrained(path).eval()
+                check_shards(path)
+                self.model = AutoModel.from_pretrained(path, use_safetensors=True).eval()
                 self.tokenizer = AutoTokenizer.from_pretrained(path)
             except (OSError, ValueError) as error:
                 raise ValueError(f"no encoder {path}: {' '.join(str(error).split())[:160]}") from None
