@@ -85,7 +85,8 @@ def gradients(router: Router) -> torch.Tensor:
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     given = options(__doc__, argv)
     n, common, own, max_tokens = (4, 30, (6, 20), 90) if given.tiny else (16, 1100, (60, 400), 16384)
-    ours, theirs = router_of(given), library_router(given)
+    saving = {"gradient_checkpointing": bool(given.model)}  # as the presets of real models do
+    ours, theirs = router_of(given, **saving), library_router(given, **saving)
     trajectories = trajectories_of(n, common, own, ours.config.vocab_size)
     packs = packs_of(trajectories, range(n), max_tokens)
     packed(ours, trajectories, max_tokens)

@@ -302,6 +302,20 @@ def test_a_torn_table_is_resumed_to_the_same_table(bench, table, tmp_path):
         read_table(tmp_path / "none.jsonl")
 
 
+def test_a_question_that_met_a_fault_does_not_count_and_is_asked_again(bench, tmp_path, monkeypatch):
+    """A pool that was down is taken for candidates that do not know."""
+    questions, path, ask = bench.task.questions("train", 3), tmp_path / "t.jsonl", world.SimulatedPool.ask
+
+    def half_down(pool, name, query):
+        return Reply("No reply.", "timeout", name) if query == questions[1].text else ask(pool, name, query)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.SimulatedPool, "ask", half_down)
+        assert list(collect(bench, questions, path)) == [0, 2]
+    assert read_table(path).questions == (questions[0].text, questions[2].text)
+    assert list(collect(bench, questions, path)) == [2, 3]
+
+
 def test_the_best_of_a_question_by_hand(tmp_path):
     """A tie that goes to the dearer one; a missing candidate that wins; a question nobody answers."""
     nan = np.nan

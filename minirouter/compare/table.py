@@ -55,23 +55,28 @@ class Table:
 
 
 def collect(bench: Bench, questions: Sequence[Question], path: Path) -> Iterator[int]:
-    """Add to the table at `path` the questions that it lacks; yields how many it holds, chunk by chunk."""
+    """Add to the table at `path` the questions that it lacks; yields how many it holds, chunk by chunk. One
+    that met a fault of the pool does not count: it is asked again the next time.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = _whole(path)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     done = {row["id"] for row in rows}
     missing = [question for question in questions if question.id not in done]
-    yield len(done)
+    held = len(done)
+    yield held
     for start in range(0, len(missing), CHUNK):
         chunk = missing[start : start + CHUNK]
+        answered = everybody(bench, chunk)
         lines = [
             json.dumps(_row(question, candidate, outcome, left=len(tried) - 1 - k), ensure_ascii=False) + "\n"
-            for question, tried in zip(chunk, everybody(bench, chunk), strict=True)
+            for question, tried in zip(chunk, answered, strict=True)
             for k, (candidate, outcome) in enumerate(tried)
         ]
         with open(path, "a", encoding="utf-8") as file:
             file.writelines(lines)
-        yield len(done) + start + len(chunk)
+        held += sum(all(outcome.calls[0].reply.status == "ok" for _, outcome in tried) for tried in answered)
+        yield held
 
 
 def _row(question: Question, candidate: Any, outcome: Any, left: int) -> dict[str, Any]:
