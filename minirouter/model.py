@@ -83,7 +83,7 @@ class Router:
         self.config = model.config.get_text_config()
         self.slice_logits = slice_logits
         if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         prepare(model)
         lora = LoraConfig(r=lora_r, lora_alpha=2 * lora_r, lora_dropout=0.0, target_modules="all-linear")
         with warnings.catch_warnings():
