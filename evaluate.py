@@ -156,8 +156,8 @@ def others(options: Options, router: Router, task: Task, config: Config, questio
         with tqdm(total=len(training), desc=options.table, unit="question") as bar:
             for held in methods.collect_table(bench, training, options.table):
                 bar.update(held - bar.n)
-        if bar.n < len(training):
-            print(f"{len(training) - bar.n} questions met a fault of the pool and are left out: collect again")
+        if left := max(0, len(training) - bar.n):
+            print(f"{left} questions met a fault of the pool and are left out: collect again")
         return None
     found = methods.compare_methods(bench, options.methods or "", questions)
     if options.search_run:
