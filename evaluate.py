@@ -157,7 +157,7 @@ def others(options: Options, router: Router, task: Task, config: Config, questio
             for held in methods.collect_table(bench, training, options.table):
                 bar.update(held - bar.n)
         if left := max(0, len(training) - bar.n):
-            print(f"{left} questions met a fault of the pool and are left out: collect again")
+            tqdm.write(f"{left} questions met a fault of the pool and are left out: collect again")
         return None
     found = methods.compare_methods(bench, options.methods or "", questions)
     if options.search_run:

@@ -183,7 +183,7 @@ def test_a_text_of_good_turns_is_well_formed(queries, answer):
     "piece", ["<", "<search>", "<think>", "<answer>", "</search><search>", "<search>a</search>"]
 )
 def test_scanning_is_linear(piece):
-    """Catches a lazy pattern that is quadratic on repeated open tags: 1 MB in under a second."""
+    """Catches a lazy pattern that is quadratic on repeated open tags: 1 MB takes minutes, not a second."""
     text = piece * (1_000_000 // len(piece))
     for scan in (
         lambda: find_action(text),
@@ -193,4 +193,4 @@ def test_scanning_is_linear(piece):
     ):
         start = time.process_time()
         scan()
-        assert time.process_time() - start < 1.0
+        assert time.process_time() - start < 5.0  # a slow machine
