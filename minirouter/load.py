@@ -140,7 +140,7 @@ def check_shards(path: str) -> None:
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f"{SAFE_WEIGHTS_INDEX_NAME} is no index of weights") from None
     if outside:
-        raise ValueError(f"{SAFE_WEIGHTS_INDEX_NAME} names {outside[0]}, which does not lie beside it")
+        raise ValueError(f"{SAFE_WEIGHTS_INDEX_NAME} names a file that does not lie beside it: {outside[0]}")
 
 
 def check_config(config: PreTrainedConfig, total_tokens: int) -> None:
