@@ -63,7 +63,7 @@ def load_model(
         bnb_4bit_compute_dtype=dtype,
     )
     try:
-        check_shards(path)
+        check_files(path, config)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         model = AutoModelForCausalLM.from_pretrained(
             path,
@@ -122,25 +122,32 @@ def _one_line(error: Exception) -> str:
 # ---- what is refused
 
 
-def check_shards(path: str) -> None:
-    """ValueError, one line, if the index of a model's weights names a file that is not beside it.
+def check_files(path: str, config: PreTrainedConfig) -> None:
+    """ValueError, one line, if a model's weights are not safetensors that lie beside its config.json.
 
-    transformers 5.24 opens whatever path stands there (CVE-2026-75104).
+    transformers 5.24 opens whatever path an index of shards names (CVE-2026-75104), takes a pickle if the
+    configuration names one, and puts an adapter on top that lies there.
     """
-    given = {
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_connection_errors": False,
-    }
-    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **given)
-    if index is None:  # one file, or none: the loader says so
+
+    def found(name: str) -> str | None:
+        quiet = ("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors")
+        return cached_file(path, name, **dict.fromkeys(quiet, False))
+
+    if found("adapter_config.json"):
+        raise ValueError("there is an adapter beside it: merge it into its base first")
+    name = str(getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_INDEX_NAME)
+    if Path(name).name != name or not name.endswith((".safetensors", ".safetensors.index.json")):
+        raise ValueError(f"its config.json names weights that are no safetensors beside it: {name}")
+    index = found(name)
+    if index is None or not name.endswith(".json"):
         return
     try:
         shards = set(json.loads(Path(index).read_text("utf-8"))["weight_map"].values())
         outside = sorted(shard for shard in shards if Path(shard).name != shard)
     except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{SAFE_WEIGHTS_INDEX_NAME} is no index of weights") from None
+        raise ValueError(f"{name} is no index of weights") from None
     if outside:
-        raise ValueError(f"{SAFE_WEIGHTS_INDEX_NAME} names a file that does not lie beside it: {outside[0]}")
+        raise ValueError(f"{name} names a file that does not lie beside it: {outside[0]}")
 
 
 def check_config(config: PreTrainedConfig, total_tokens: int) -> None:

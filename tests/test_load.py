@@ -184,22 +184,47 @@ def test_pickled_weights_are_never_read(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["../", "{}/"])
-def test_weights_outside_the_folder_of_a_model_are_not_opened(tmp_path, where):
-    """CVE-2026-75104: transformers opens any path that an index names."""
+@pytest.mark.parametrize("index_name", ["model.safetensors.index.json", "other.safetensors.index.json"])
+def test_weights_outside_the_folder_of_a_model_are_not_opened(tmp_path, where, index_name):
+    """CVE-2026-75104: transformers opens any path that an index names, and takes another index if told to."""
     folder = tmp_path / "model"
     model, _ = tiny("llama")
     model.save_pretrained(folder, max_shard_size="50KB")
     byte_tokenizer().save_pretrained(folder)
+    path = (folder / "model.safetensors.index.json").rename(folder / index_name)
+    if not index_name.startswith("model"):
+        changed(folder / "config.json", transformers_weights=index_name)
     load_model(str(folder), device="cpu")
-    path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text("utf-8"))
-    shard = max(index["weight_map"].values())
+    weights = json.loads(path.read_text("utf-8"))["weight_map"]
+    shard = max(weights.values())
     (folder / shard).rename(tmp_path / shard)
     elsewhere = where.format(tmp_path) + shard
-    index["weight_map"] = {k: elsewhere if v == shard else v for k, v in index["weight_map"].items()}
-    path.write_text(json.dumps(index), encoding="utf-8")
+    changed(path, weight_map={k: elsewhere if v == shard else v for k, v in weights.items()})
+    refused(folder, "does not lie beside it")
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "../model.safetensors", "/model.safetensors", "x.bin"])
+def test_weights_that_are_no_safetensors_beside_the_configuration_are_refused(tmp_path, name):
+    folder = save(tmp_path, tiny("llama")[0])
+    changed(tmp_path / "config.json", transformers_weights=name)
+    refused(folder, "no safetensors beside it")
+
+
+def test_an_adapter_beside_the_weights_is_refused(tmp_path):
+    """transformers would load it, from a pickle too, under the adapters that are to be trained."""
+    folder = save(tmp_path, tiny("llama")[0])
+    (tmp_path / "adapter_config.json").write_text("{}", encoding="utf-8")
+    refused(folder, "there is an adapter beside it")
+
+
+def changed(path, **fields) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | fields), encoding="utf-8")
+
+
+def refused(folder, why: str) -> None:
+    """By everything that loads a model."""
     for load in (lambda: load_model(str(folder), device="cpu"), lambda: Encoder(None, str(folder))):
-        with pytest.raises(ValueError, match="does not lie beside it") as error:
+        with pytest.raises(ValueError, match=why) as error:
             load()
         one_line(error)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minirouter.load import check_shards
+from minirouter.load import check_files, model_config
 
 from .systems import borrowed
 
@@ -31,7 +31,7 @@ class Encoder:
             from transformers import AutoModel, AutoTokenizer
 
             try:
-                check_shards(path)
+                check_files(path, model_config(path))
                 self.model = AutoModel.from_pretrained(path, use_safetensors=True).eval()
                 self.tokenizer = AutoTokenizer.from_pretrained(path)
             except (OSError, ValueError) as error:
