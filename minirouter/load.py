@@ -142,8 +142,8 @@ def check_files(path: str, config: PreTrainedConfig) -> None:
     if index is None or not name.endswith(".json"):
         return
     try:
-        shards = set(json.loads(Path(index).read_text("utf-8"))["weight_map"].values())
-        outside = sorted(shard for shard in shards if Path(shard).name != shard)
+        shards = json.loads(Path(index).read_text("utf-8"))["weight_map"].values()
+        outside = [shard for shard in shards if Path(shard).name != shard]
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f"{name} is no index of weights") from None
     if outside:

@@ -2,6 +2,7 @@
 
 import re
 import time
+from timeit import repeat
 
 import pytest
 from hypothesis import given
@@ -183,7 +184,7 @@ def test_a_text_of_good_turns_is_well_formed(queries, answer):
     "piece", ["<", "<search>", "<think>", "<answer>", "</search><search>", "<search>a</search>"]
 )
 def test_scanning_is_linear(piece):
-    """Catches a lazy pattern that is quadratic on repeated open tags: 1 MB takes minutes, not a second."""
+    """Catches a lazy pattern that is quadratic on repeated open tags: 1 MB in under a second."""
     text = piece * (1_000_000 // len(piece))
     for scan in (
         lambda: find_action(text),
@@ -191,6 +192,5 @@ def test_scanning_is_linear(piece):
         lambda: format_error(f"<think>a</think>{text}<answer>b</answer>", NAMES),
         lambda: neutralise(text, SPECIALS),
     ):
-        start = time.process_time()
-        scan()
-        assert time.process_time() - start < 5.0  # a slow machine
+        # the least of three: what else the machine does can only add to it
+        assert min(repeat(scan, timer=time.process_time, number=1, repeat=3)) < 1.0

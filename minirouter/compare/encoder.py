@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minirouter.load import check_files, model_config
+from minirouter.load import check_files
 
 from .systems import borrowed
 
@@ -28,11 +28,12 @@ class Encoder:
         """Raises ValueError, one line, if there is no encoder at `path`."""
         self.router = None if path else router
         if path:
-            from transformers import AutoModel, AutoTokenizer
+            from transformers import AutoConfig, AutoModel, AutoTokenizer
 
             try:
-                check_files(path, model_config(path))
-                self.model = AutoModel.from_pretrained(path, use_safetensors=True).eval()
+                config = AutoConfig.from_pretrained(path)
+                check_files(path, config)
+                self.model = AutoModel.from_pretrained(path, config=config, use_safetensors=True).eval()
                 self.tokenizer = AutoTokenizer.from_pretrained(path)
             except (OSError, ValueError) as error:
                 raise ValueError(f"no encoder {path}: {' '.join(str(error).split())[:160]}") from None
