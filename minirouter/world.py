@@ -90,8 +90,11 @@ def level_of(candidate: Candidate) -> tuple[str, list[str]]:
 
 
 def belief(candidate: Candidate, relations: Sequence[str], head: str) -> str | None:
-    """What this candidate holds to be the answer, right or wrong; None if it says that it does not know."""
-    name, truth, key = candidate.name, answer(relations, head), ask_for(relations, head)
+    """What this candidate holds to be the answer, right or wrong; None if it says that it does not know.
+
+    A hash of the fact and of the LLM behind the name: its `model`, if it has one.
+    """
+    name, truth, key = candidate.model or candidate.name, answer(relations, head), ask_for(relations, head)
     level_name, expert_in = level_of(candidate)
     level = LEVELS[level_name]
     stranger = level_name == "expert" and RELATIONS[relations[0]][0] not in expert_in
@@ -223,10 +226,12 @@ def with_newcomer(question: Question, topic: str, price: float = 1.0) -> Questio
 
 
 def renamed(question: Question) -> Question:
-    """The same question with all candidates under names that training never shows."""
+    """The same question and the same LLMs, which know what they knew, all under names that training never
+    shows.
+    """
     lines = question.pool.candidates
     names = random.Random(f"renamed {question.id}").sample(UNSEEN_NAMES, len(lines))
-    new = (replace(line, name=name) for line, name in zip(lines, names, strict=True))
+    new = (replace(line, name=name, model=line.name) for line, name in zip(lines, names, strict=True))
     return replace(question, pool=SimulatedPool(tuple(new)))
 
 

@@ -526,7 +526,7 @@ def test_runs_of_another_preset_are_not_taken_for_done(tmp_path):
     (folder / "config.yaml").write_text(config.to_yaml())
     runs.train_all([job], tmp_path, 5, [], 1, print)
     (folder / "config.yaml").write_text(replace(config, lora_r=3).to_yaml())
-    with pytest.raises(ValueError, match=r"a was trained with lora_r 3, now 16: give another --folder"):
+    with pytest.raises(ValueError, match=r"a was trained with lora_r 3, now 8: give another --folder"):
         runs.train_all([job], tmp_path, 5, [], 1, print)
     (folder / "config.yaml").write_text(config.to_yaml())
     with pytest.raises(ValueError, match=r"a was trained with steps 5, now 6"):
@@ -596,7 +596,7 @@ class FakePaper:
         self.sets = dict.fromkeys((f"no-{topic}" for topic in facts.TOPICS), "abc")
         (folder / "run").mkdir()
         self.jobs = {"alpha 0.6": [runs.Job("x", ("--alpha", "0.6", "--seed", "0"))]}
-        self.jobs["strong KL"] = [runs.Job("y", ("--alpha", "0.6", "--kl_coef", "0.05", "--seed", "0"))]
+        self.jobs["weak KL"] = [runs.Job("y", ("--alpha", "0.6", "--kl_coef", "0.001", "--seed", "0"))]
         keys = (
             *("reward", "reward/cost", "cost", "em", "entropy", "format_rate", "kl", "grad_norm/policy"),
             *("calls", "after_refusal/dearer"),
@@ -648,7 +648,7 @@ def test_every_stage_makes_its_tables_and_its_figures(tmp_path):
     assert stages.share_of(fake.rows, ["film"]) == (0.5, 0.5)
     assert stages.expert_share(fake.rows) == 0.5 and "| alpha 0 | 1 | 0.500 |" in told["lacking"]
     assert "| alpha 0.6 | `python train.py` | 0.60 |" in told["ablations"]
-    assert "| strong KL | `python train.py --kl_coef 0.05` | 0.60 |" in told["ablations"]
+    assert "| weak KL | `python train.py --kl_coef 0.001` | 0.60 |" in told["ablations"]
     assert "| fixed pool / shown in reverse |" in told["prompt"] and ablations.DEFAULT == "alpha 0.6"
     (shown,) = [line for line in told["newcomers"].splitlines() if line.startswith("| alpha 0.6 ")]
     shown = re.sub(r" \[[^]]*\]", "", shown)
@@ -665,7 +665,7 @@ def test_every_stage_makes_its_tables_and_its_figures(tmp_path):
     places = "".join(f"a\n<!-- {name} -->\nold\n<!-- /{name} -->\nb\n" for name in publish.TABLES)
     filled = publish.fill(places, whole)
     assert "old" not in filled and filled.count("a\n<!--") == filled.count("-->\nb\n") == len(publish.TABLES)
-    assert "| strong KL |" in filled and "| alpha 0 | 1 | 0.500 |" in filled
+    assert "| weak KL |" in filled and "| alpha 0 | 1 | 0.500 |" in filled
     assert "| film | 3 |" in filled and "| minirouter, alpha 0.6 | 0.500 [" in filled  # drawn pools, not full
     main = publish.table(whole, *publish.TABLES["main"]).splitlines()
     assert main[0].startswith("| system | EM | EM one-hop |") and main[2].startswith("| Direct | 0.500 [")

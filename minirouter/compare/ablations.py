@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ONE_LINE = (  # runs whose options are one line
     *(DEFAULT, "alpha 0", "alpha 0.9", "no format reward", "info mask off", "one call only"),
-    *("GRPO", "strong KL", "paid when wrong"),
+    *("GRPO", "weak KL", "paid when wrong"),
 )
 
 

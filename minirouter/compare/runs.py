@@ -27,7 +27,7 @@ SECONDS_AROUND = 15.0  # loading and evaluating, a run
 DEFAULT_ALPHA = 0.6  # of every run that is not about alpha
 NEW_TOPIC = "science"  # what the candidate is expert in that is added during training
 FIXED_PRICES = {"film": 2, "sport": 1, "science": 1, "place": 3, "people": 2, "middling": 3, "large": 7}
-GRPO_BONUS = ("--entropy_coef", "0.003")  # at the .05 of PPO it falls silent in 100 steps
+GRPO = ("--kl_coef", "0.001", "--entropy_coef", "0.003")  # at the bonus of PPO it falls silent in 100 steps
 CANDIDATE_FORMS = {  # the first line of a prompt: how a candidate is shown
     "short": "{candidate} = [${price} ]{descriptor} {name}",
     "long": "{candidate} = [${price} ]i think i know about {descriptor} {name}",
@@ -49,8 +49,7 @@ def fixed_pool() -> tuple[Candidate, ...]:
     """The pool of the runs that are about one pool: each descriptor once, names of the training set."""
     names = world.TRAIN_NAMES
     return tuple(
-        Candidate(names[7 * i], float(price), word, model="simulated", base_url="http://127.0.0.1")
-        for i, (word, price) in enumerate(FIXED_PRICES.items())
+        Candidate(names[7 * i], float(price), word) for i, (word, price) in enumerate(FIXED_PRICES.items())
     )
 
 
@@ -65,16 +64,7 @@ def write_inputs(folder: Path) -> dict[str, str]:
     }
     paths = {}
     for name, pool in pools.items():
-        entries = [
-            {
-                "name": c.name,
-                "model": c.model,
-                "base_url": c.base_url,
-                "price": c.price,
-                "descriptor": c.descriptor,
-            }
-            for c in pool
-        ]
+        entries = [{"name": c.name, "price": c.price, "descriptor": c.descriptor} for c in pool]
         paths[name] = str(folder / f"{name}.yaml")
         Path(paths[name]).write_text(yaml.safe_dump(entries, sort_keys=False), encoding="utf-8")
     for name, form in CANDIDATE_FORMS.items():
@@ -102,8 +92,8 @@ def all_jobs(alphas: Sequence[float], seeds: Sequence[int], inputs: dict[str, st
         "one candidate": (*half, "--pool", inputs["one"]),
         "info mask off": (*half, "--train_on_info"),
         "one call only": (*half, "--max_calls", "1"),
-        "GRPO": (*half, "--algo", "grpo", "--samples_per_question", "8", "--kl_in", "loss", *GRPO_BONUS),
-        "strong KL": (*half, "--kl_coef", "0.05"),
+        "GRPO": (*half, "--algo", "grpo", "--samples_per_question", "8", "--kl_in", "loss", *GRPO),
+        "weak KL": (*half, "--kl_coef", "0.001"),
         "paid when wrong": ("--alpha", "0.9", "--cost_when_wrong"),
     }
     jobs = {

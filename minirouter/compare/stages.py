@@ -139,8 +139,8 @@ def newcomers(paper: Paper) -> str:
     head = [f"{name}: {what}" for name in names for what in ("EM", "cost", "its share by seed")]
     return (
         "No training, the same questions. All candidates under names that training never used (of what made "
-        "the base, its look-up drill has them, its demonstrations have not); `by hand`, which reads any "
-        "name, shows what the luck of other candidates is:\n\n"
+        "the base, its look-up drill has them, its demonstrations have not); behind them are the same LLMs, "
+        "so that `by hand`, which reads any name, loses nothing:\n\n"
         + markdown(("", "EM", "EM, new names", "cost", "cost, new names", "EM by seed", "p (EM)"), renamed)
         + "\n\nQuestions about a topic whose expert is missing, then with a new one at $1, under such a "
         "name; its share is that of the calls on the topic:\n\n"
