@@ -176,9 +176,8 @@ def memory_row(preset: str, device: torch.device, tiny: bool) -> dict[str, Any]:
     router = router_of(shape, c["load_in_4bit"], device)
     optimisers = {role: torch.optim.AdamW(router.parameters(role), lr=1e-5) for role in ("critic", "policy")}
     reply = 10 if tiny else c["reply_tokens"]
-    plans = [Plan((turn,) * 3, (reply,) * 2, (0.001,) * 2)] * (
-        2 * slots
-    )  # delayed: waiting rows are there too
+    # replies are delayed: waiting rows are there too
+    plans = [Plan((turn,) * 3, (reply,) * 2, (0.001,) * 2)] * (2 * slots)
     prompts, _, words = prompts_of(router, len(plans), common, own=20)
     limits = Limits(2, 10**9, reply, total, slots, 1.0)
     drawn = planned_rollout(router, prompts, plans, limits, words)[:batch]

@@ -87,9 +87,8 @@ class Router:
         prepare(model)
         lora = LoraConfig(r=lora_r, lora_alpha=2 * lora_r, lora_dropout=0.0, target_modules="all-linear")
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", FutureWarning
-            )  # peft asks transformers by a name that is going away
+            # peft asks transformers by a name that is going away
+            warnings.simplefilter("ignore", FutureWarning)
             self.model = get_peft_model(model, lora, adapter_name="policy")
         if critic:
             self.model.add_adapter("critic", lora)
@@ -108,9 +107,8 @@ class Router:
         `base` goes to `load.load_model` (load_in_4bit, total_tokens, ...), `options` to this class.
         """
         model, tokenizer = load_model(path, **base)
-        torch.manual_seed(
-            seed
-        )  # for the adapters' first values, all that is drawn from torch's own generator
+        # for the adapters' first values, all that is drawn from torch's own generator
+        torch.manual_seed(seed)
         return cls(model, tokenizer, **options)
 
     def parameters(self, role: str) -> list[nn.Parameter]:

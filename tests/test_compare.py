@@ -400,10 +400,8 @@ def test_the_cascade_asks_cheap_ones_first_and_stops_at_a_good_reply(separable):
     assert set(order[:2]) == {"film", "sport"}  # both experts, then nothing is left to ask the dear one for
     assert accept("film w1", "yes") and not accept("film w1", "no")
     belief = np.where(separable.em == 1, 0.9, 0.1)
-    assert routers._run_cascade(separable, belief, (0, 1), 0.5) == (
-        1.0,
-        1.5,
-    )  # half of the questions ask twice
+    # half of the questions ask twice
+    assert routers._run_cascade(separable, belief, (0, 1), 0.5) == (1.0, 1.5)
 
 
 def test_a_learned_router_falls_back_on_what_the_pool_has(bench, table):
@@ -418,9 +416,8 @@ def test_a_learned_router_falls_back_on_what_the_pool_has(bench, table):
     choose = methods.learned(bench, "KNN Router", [question])
     assert choose(question, pool).name == "b" and choose(question, pool.subset(["c"])).name == "c"
     bench.fitted["KNN Router"] = lambda texts, lines: np.full((len(texts), len(lines)), -np.inf)
-    assert (
-        methods.learned(bench, "KNN Router", [question])(question, pool).name == "c"
-    )  # knows none: the dearest
+    # knows none: the dearest
+    assert methods.learned(bench, "KNN Router", [question])(question, pool).name == "c"
     bench.fitted.clear()
 
 
@@ -642,9 +639,8 @@ def test_every_stage_makes_its_tables_and_its_figures(tmp_path):
         assert "|" in text or "```" in text, name
         for part in text.split("![](")[1:]:
             assert (tmp_path / part.split(")")[0]).stat().st_size > 1000, name
-    assert (
-        "| alpha 0.6 | 16 | 1.00 | 0.00 | 0.00 | 0.00 |" in told["calls"]
-    )  # 8 refusals a seed, a dearer one after each
+    # 8 refusals a seed, a dearer one after each
+    assert "| alpha 0.6 | 16 | 1.00 | 0.00 | 0.00 | 0.00 |" in told["calls"]
     assert stages.share_of(fake.rows, ["film"]) == (0.5, 0.5)
     assert stages.expert_share(fake.rows) == 0.5 and "| alpha 0 | 1 | 0.500 |" in told["lacking"]
     assert "| alpha 0.6 | `python train.py` | 0.60 |" in told["ablations"]

@@ -165,10 +165,8 @@ def test_the_tree_mask_and_positions_by_hand():
         [1, 1, 0, 0, 0, 1, 0],
         [1, 1, 0, 0, 0, 1, 1],
     ]
-    assert batch.action_index.tolist() == [
-        [2, 3],
-        [1, 5],
-    ]  # b's first action: the last position of the prefix
+    # b's first action: the last position of the prefix
+    assert batch.action_index.tolist() == [[2, 3], [1, 5]]
     assert batch.action_ids.tolist() == [[7, 8], [9, 10]]
 
 
@@ -235,9 +233,8 @@ def test_no_id_is_taken_for_padding():
         assert torch.allclose(logp[b], alone(router, "policy", t)[0], atol=1e-4)
     changed = spoken(rng, prompts[0], [2, -3, 2])
     changed.ids = [0] * 10 + [5] + trajectories[0].ids[11:]
-    assert not torch.allclose(
-        router.logp(pack([changed]))[0], logp[:1], atol=1e-3
-    )  # the pads are attended to
+    # the pads are attended to
+    assert not torch.allclose(router.logp(pack([changed]))[0], logp[:1], atol=1e-3)
 
 
 def test_the_same_trajectory_scores_the_same_in_any_company():

@@ -119,9 +119,8 @@ def test_ids_that_no_text_encodes_to_survive():
     spelled = [i for c in "<search>a: who?</search>" for i in encode(c)]
     assert spelled != encode("<search>a: who?</search>")
     half = [TOKENIZER.convert_tokens_to_ids("Ã")]  # the first byte of a letter of two
-    t = play(
-        ("own", half + spelled), reply(INFO), ("own", [298, *encode(ANSWER)])
-    )  # 298: a column without token
+    column_without_token = 298
+    t = play(("own", half + spelled), reply(INFO), ("own", [column_without_token, *encode(ANSWER)]))
     assert t.finish == "answer"
     assert [c.query for c in t.calls] == ["who?"]
 
@@ -222,9 +221,8 @@ def test_the_first_closed_tag_wins():
     t = play(
         own("<answer><search>a: who?</search>"), reply(INFO), own("x</answer>x<answer>y</answer>"), pool=pool
     )
-    assert (
-        t.turns[1] == "x</answer>x<answer>y</answer>"
-    )  # a tag opened before a reply does not close after it
+    # a tag opened before a reply does not close after it
+    assert t.turns[1] == "x</answer>x<answer>y</answer>"
     t = play(own("<think><search>a: who?</search>"), reply(INFO), own(ANSWER), pool=pool)
     assert pool.asked == [("a", "who?")] * 2
 

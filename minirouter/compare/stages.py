@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 
 DEFAULT = f"alpha {DEFAULT_ALPHA:g}"
 NEWCOMERS = ("film", "science")  # topics whose experts are replaced by candidates that training never saw
-BOTH_SIDES = (
-    DEFAULT,
-    "alpha 0.9",
-)  # of the newcomers one by one: where a large stand-in is worth it, and not
+BOTH_SIDES = (DEFAULT, "alpha 0.9")  # where a large stand-in for a missing expert is worth it, and not
 
 
 def comparison(paper: Paper) -> str:

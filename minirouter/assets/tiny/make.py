@@ -101,9 +101,8 @@ def match_and_copy(attention: torch.nn.Module, below: torch.nn.Module, strength:
     heads spread, and then nothing in the second layer attends to them any more.
     """
     size = attention.head_dim
-    seen = (
-        below.o_proj.weight[:, :size] @ below.v_proj.weight[:size]
-    )  # (E, E): token before -> what is written
+    # (E, E): token before -> what is written
+    seen = below.o_proj.weight[:, :size] @ below.v_proj.weight[:size]
     scale = strength * len(seen) / seen.norm() ** 2
     attention.k_proj.weight[:size] = scale * attention.q_proj.weight[:size] @ seen.T
     attention.o_proj.weight[:, :size] = strength * attention.v_proj.weight[:size].T
