@@ -28,9 +28,7 @@ class RaggedCache:
         """`prefix` is a cache of one row, full but for its last column."""
         self.slots = slots
         self.capacity = capacity
-        self.layers: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # (S, H, C, D) each, made by the first update
+        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []  # (S, H, C, D) each; by the first update
         self.prefix = [(k[:, :, :-1], v[:, :, :-1]) for k, v in prefix.layers] if prefix else []
         self.apart = False  # True: the attention of the next forward pass reads the prefix by itself
 
