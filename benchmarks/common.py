@@ -29,10 +29,14 @@ TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "voc
 
 
 def word_tokenizer(size: int) -> PreTrainedTokenizerFast:
-    """One token a word, "0" to "SIZE - 1": texts and ids have the same length, both ways."""
-    core = Tokenizer(models.WordLevel({str(i): i for i in range(size)}, unk_token="0"))
+    """One token a word, "2" to "SIZE - 1": texts and ids have the same length, both ways. Special tokens are
+    found inside words too, so that theirs hold no digit.
+    """
+    words = ["<pad>", "<eos>", *map(str, range(2, size))]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="0", eos_token="1", padding_side="left")
+    special = {"pad_token": "<pad>", "eos_token": "<eos>"}
+    return PreTrainedTokenizerFast(tokenizer_object=core, padding_side="left", **special)
 
 
 def base(given: argparse.Namespace) -> tuple[Any, Any]:
@@ -194,10 +198,18 @@ def lockstep_rollout(
 
 
 def prompts_of(router: Router, n: int, common: int, own: int) -> tuple[list[list[int]], list[str], list[str]]:
-    """n prompts with a common beginning, as ids and as text, and words for replies (one token each)."""
-    rng = random.Random(0)
-    vocab = min(router.config.vocab_size, len(router.tokenizer))
-    ids = [rng.randrange(2, vocab) for _ in range(common)]
-    rows = [ids + [rng.randrange(2, vocab) for _ in range(own)] for _ in range(n)]
-    words = [router.tokenizer.decode([rng.randrange(2, vocab)]) for _ in range(1024)]
-    return rows, [router.tokenizer.decode(row) for row in rows], words
+    """n prompts with a common beginning, as ids and as text, and words for replies.
+
+    A word is one token, so that nothing grows when text is encoded again.
+    """
+    rng, tokenizer = random.Random(0), router.tokenizer
+    vocab = min(router.config.vocab_size, len(tokenizer))
+    found = (tokenizer.decode([i]).strip() for i in rng.sample(range(2, vocab), min(4096, vocab - 2)))
+    words = [w for w in found if w.isalnum() and len(_encode(tokenizer, f"{w} {w}")) == 2]
+    start = rng.choices(words, k=common)
+    texts = [" ".join(start + rng.choices(words, k=own)) for _ in range(n)]
+    return [_encode(tokenizer, text) for text in texts], texts, words
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)

@@ -110,12 +110,13 @@ def report(name: str, given: argparse.Namespace, rows: list[dict[str, Any]]) -> 
     """Print the rows as a Markdown table and, unless the sizes are tiny, keep them as JSON."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     lines = [columns, ["---"] * len(columns), *([str(row.get(c, "")) for c in columns] for row in rows)]
-    print(f"\n### {name} ({given.model or 'random Llama, 31 M'}, {machine()})\n")
+    model = Path(given.model).name  # of a folder, which lies elsewhere on another machine
+    print(f"\n### {name} ({model or 'random Llama, 31 M'}, {machine()})\n")
     print("\n".join("| " + " | ".join(line) + " |" for line in lines), flush=True)
     if not given.tiny:
         OUT.mkdir(exist_ok=True)
-        record = {"benchmark": name, "model": given.model, "machine": machine(), "rows": rows}
-        (OUT / f"{name}{'-real' * bool(given.model)}.json").write_text(json.dumps(record, indent=1) + "\n")
+        record = {"benchmark": name, "model": model, "machine": machine(), "rows": rows}
+        (OUT / f"{name}{'-real' * bool(model)}.json").write_text(json.dumps(record, indent=1) + "\n")
     return rows
 
 

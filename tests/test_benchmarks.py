@@ -54,22 +54,27 @@ def test_the_gpu_script_refuses_without_a_gpu_in_one_line():
     assert "\n" not in refusal.value.code
 
 
+def encoded(router, texts):
+    return router.tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
 def test_both_sides_of_a_rollout_race_do_the_planned_work():
-    """Catches a baseline that generates more, or hears more, than the plan, and a plan that is not kept."""
+    """Catches a baseline that reads, generates or hears more than the plan, and a plan that is not kept."""
     given = read_options("", ["--tiny"])
     plans = [*ragged_plans(3, (1, 6), 5, (0, 0)), Plan((4, 2), (3,), (0.0,))]
     ours, theirs = router_of(given), library_router(given)
     prompts, texts, words = prompts_of(ours, len(plans), 12, own=4)
     limits = Limits(4, 10**9, 5, 200, 2, 1.0)
+    assert encoded(theirs, texts) == prompts
     trajectories = planned_rollout(ours, prompts, plans, limits, words)
     contexts = lockstep_rollout(theirs, texts, plans, limits, words)
-    for plan, t, text, prompt in zip(plans, trajectories, contexts, prompts, strict=True):
+    for plan, t, ids, prompt in zip(plans, trajectories, encoded(theirs, contexts), prompts, strict=True):
         assert t.finish == "answer"
         assert len(t.actions) == sum(plan.turns)
         assert len(t.calls) == len(plan.replies)
         assert t.ids[: len(prompt)] == prompt
         assert len(t.ids) == len(prompt) + sum(plan.turns) + sum(plan.replies)
-        assert len(text.split()) == len(t.ids)
+        assert len(ids) == len(t.ids)
 
 
 def test_the_librarys_side_computes_the_same_model():
