@@ -116,7 +116,7 @@ def report(name: str, given: argparse.Namespace, rows: list[dict[str, Any]]) -> 
     if not given.tiny:
         OUT.mkdir(exist_ok=True)
         record = {"benchmark": name, "model": model, "machine": machine(), "rows": rows}
-        (OUT / f"{name}{'-real' * bool(model)}.json").write_text(json.dumps(record, indent=1) + "\n")
+        (OUT / f"{name}{'-real' * bool(given.model)}.json").write_text(json.dumps(record, indent=1) + "\n")
     return rows
 
 
