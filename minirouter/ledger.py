@@ -71,7 +71,8 @@ class Ledger:
         try:
             if path is not None:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._db = _open_or_rebuild(self._name)
+            with _alone_with(self._name):
+                self._db = _open_or_rebuild(self._name)
         except (sqlite3.Error, OSError) as error:
             raise ValueError(f"{self._name}: cannot be used as a ledger ({error})") from None
 
@@ -206,6 +207,18 @@ def price_call(
     if asked is None and candidate.price_in > 0:
         asked, estimated = count_tokens(body["messages"][0]["content"]), True
     return tokens, tokens * candidate.price + (asked or 0) * candidate.price_in, estimated
+
+
+@contextmanager
+def _alone_with(name: str) -> Iterator[None]:
+    """Processes open the file one after the other: sqlite fails, rather than waits, where two make a new one
+    WAL; and two that find damage would set each other's new file aside. The lock ends with its process."""
+    lock = _connect(name if name == ":memory:" else f"{name}.lock")
+    try:
+        lock.execute("BEGIN EXCLUSIVE")
+        yield
+    finally:
+        lock.close()
 
 
 def _open_or_rebuild(name: str) -> sqlite3.Connection:

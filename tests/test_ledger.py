@@ -168,6 +168,26 @@ def test_a_damaged_file_is_set_aside_and_rebuilt_with_a_warning(tmp_path, caplog
     assert (tmp_path / "ledger.sqlite.corrupt-2").exists()
 
 
+@pytest.mark.parametrize("before", [b"", b"no database at all" * 300], ids=["new", "damaged"])
+def test_many_open_the_same_file_at_once_and_share_one_account(tmp_path, before):
+    """Caught: "database is locked" where two make a new file; an account set aside by the second to find
+    damage."""
+    for n in range(20):
+        path = tmp_path / f"{n}.sqlite"
+        path.write_bytes(before)
+        start = threading.Barrier(4)
+
+        def open_and_pay(path=path, start=start):
+            start.wait()
+            ledger = Ledger(path)
+            ledger.settle(ledger.reserve("a", 0.5), 0.25)
+            return ledger
+
+        with ThreadPoolExecutor(4) as threads:
+            ledgers = [f.result() for f in [threads.submit(open_and_pay) for _ in range(4)]]
+        assert [ledger.spent() for ledger in ledgers] == [{"a": 1.0}] * 4
+
+
 def test_a_path_that_cannot_be_used_is_one_line_naming_it(tmp_path):
     """Caught: a traceback from sqlite in the user's face."""
     (tmp_path / "file").write_text("")
