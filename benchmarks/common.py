@@ -12,12 +12,11 @@ from unittest.mock import patch
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, StoppingCriteria
 
 import minirouter.rollout as rollout_module
 from minirouter.load import load_model
-from minirouter.model import PackedLinear, Router
+from minirouter.model import Router
 from minirouter.rollout import Episode, rollout
 from minirouter.trajectory import Candidate, Limits, Reply, Trajectory
 
@@ -74,11 +73,8 @@ def router_of(given: argparse.Namespace, **more: Any) -> Router:
 
 
 def library_router(given: argparse.Namespace, **more: Any) -> Router:
-    """The same numbers as the library keeps and attends to them, without what `model.prepare` does."""
+    """The same model with the library's own attention."""
     router = router_of(given, **more)
-    for layer in router.model.modules():
-        if isinstance(layer, PackedLinear):
-            layer.__class__ = nn.Linear
     router.model.get_base_model().set_attn_implementation("sdpa")
     router.reads_prefix = False
     return router

@@ -51,14 +51,14 @@ def decode(
     shared: list[tuple[torch.Tensor, torch.Tensor]],
     scaling: float | None,
 ) -> torch.Tensor:
-    """One new id a row looks at a prefix that all rows share, `shared` (one row a layer), and at own columns.
+    """One new id a row looks at a prefix that all rows share, `shared` (one row a layer; none if empty), and
+    at own columns.
 
     Reading the prefix once, for the queries of all rows together, is a product of matrices; reading a copy
     of it for each row would be bound by memory. query (R, H * G, 1, D), key and value (R, H, C, D),
     attention_mask (R, 1, 1, P + C), added -> (R, 1, H * G, D).
     """
-    common_key, common_value = (t[0] for t in shared[module.layer_idx])  # (H, P, D)
-    rows, size = len(query), common_key.shape[1]
+    rows = len(query)
     query = (query * (scaling or query.shape[-1] ** -0.5)).view(rows, key.shape[1], -1, query.shape[-1])
 
     def fold(x: torch.Tensor) -> torch.Tensor:  # (R, H, G, ...) -> (H, R * G, ...)
@@ -67,10 +67,16 @@ def decode(
     def unfold(x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(1, (rows, -1)).transpose(0, 1)
 
-    scores = [unfold(fold(query) @ common_key.transpose(1, 2)), query @ key.transpose(2, 3)]
-    scores = torch.cat(scores, dim=-1) + attention_mask  # (R, H, G, P + C)
-    p = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-    out = unfold(fold(p[..., :size]) @ common_value) + p[..., size:] @ value  # (R, H, G, D)
+    scores, size = query @ key.transpose(2, 3), 0
+    if shared:
+        common_key, common_value = (t[0] for t in shared[module.layer_idx])  # (H, P, D)
+        scores = torch.cat([unfold(fold(query) @ common_key.transpose(1, 2)), scores], dim=-1)
+        size = common_key.shape[1]
+    # (R, H, G, P + C)
+    p = torch.softmax(scores + attention_mask, dim=-1, dtype=torch.float32).to(value.dtype)
+    out = p[..., size:] @ value  # (R, H, G, D)
+    if shared:
+        out = unfold(fold(p[..., :size]) @ common_value) + out
     return out.flatten(1, 2)[:, None]
 
 

@@ -37,7 +37,7 @@ def memory_estimate(
     """Bytes on the device, by purpose. `critic`: PPO, not GRPO; `warm`: a warm-started reference adapter.
 
     Rollout and update follow each other, so that "total" counts the larger of the two. Not counted: the
-    CUDA context, libraries and fragmentation, about 1 GB; on a CPU, the copies that `PackedLinear` keeps.
+    CUDA context, libraries and fragmentation, about 1 GB; on a CPU, the copies that `Router.decoding` makes.
     """
     size, text = dtype.itemsize, config.get_text_config(decoder=True)
     with torch.device("meta"):

@@ -127,7 +127,7 @@ def rollout(
             trajectory.finish = "total_tokens"
     running = [episode for episode in episodes if not episode.trajectory.finish]
     if running:
-        with ThreadPoolExecutor(max_workers=2 * limits.slots) as threads:
+        with ThreadPoolExecutor(max_workers=2 * limits.slots) as threads, router.decoding():
             _run(router, running, limits, speech, threads)
     return [episode.trajectory for episode in episodes]
 
@@ -135,8 +135,8 @@ def rollout(
 def _run(
     router: Any, episodes: list[Episode], limits: Limits, speech: Speech, threads: ThreadPoolExecutor
 ) -> None:
-    """Advance all episodes to their ends. A new one starts while fewer than `slots` can go on; as many again
-    may wait for replies, with a row of the cache each, so that waiting leaves nobody idle.
+    """Advance all episodes to their ends, `slots` at once; twice as many where replies take time, since then
+    about half of them wait, each with its row of the cache.
     """
     prompts = [episode.unseen for episode in episodes]
     prefix = common_prefix(prompts, longest=min(map(len, prompts)) - 1)
@@ -151,7 +151,7 @@ def _run(
     live: set[int] = set()  # episodes that can go on
     calls: dict[int, Future[Call]] = {}  # episodes that wait for a reply
     while queue or live or calls:
-        while queue and len(live) < limits.slots and len(live) + len(calls) < rows:
+        while queue and len(live) + len(calls) < rows:
             live.add(queue.popleft())
         if not live:
             wait(calls.values(), return_when=FIRST_COMPLETED)

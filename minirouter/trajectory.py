@@ -83,8 +83,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Limits:
-    """Budgets of a rollout. Tokens are the router's. `slots` trajectories are decoded at once; with a pool
-    that takes time, as many again may wait for replies.
+    """Budgets of a rollout. Tokens are the router's. `slots` trajectories are made at once; twice as many
+    with a pool that takes time, since then about half of them wait for replies.
     """
 
     max_calls: int

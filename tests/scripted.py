@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -64,6 +65,9 @@ class ScriptedRouter:
 
     def logits(self, hidden):
         return hidden
+
+    def decoding(self):
+        return nullcontext()
 
 
 def plans(*rows: list[int]) -> Follow:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from families import tiny
 from scripted import EchoPool, chatty, limits, random_ids, random_router, shake, spoken
 from torch import tensor
 
-from minirouter.model import FEW_ROWS, PackedLinear, Router
+from minirouter.model import Router
 from minirouter.packing import pack
 from minirouter.rollout import rollout
 
@@ -234,48 +235,70 @@ def test_a_part_of_the_logits_is_a_part_of_them():
     assert torch.allclose(router.logits(hidden, slice(5, 90)), router.logits(hidden)[:, 5:90], atol=1e-5)
 
 
-def test_without_onednn_layers_stay_as_they_are(monkeypatch):
+def wide_router(seed: int = 0, **more) -> Router:
+    """One whose feed-forward layers and head are large enough to be packed."""
+    base, _ = tiny("llama", hidden_size=256, intermediate_size=1024, **more)
+    router = Router(base, chatty(), lora_r=4)
+    shake(router, seed)
+    return router
+
+
+def replaced(router: Router) -> list[torch.nn.Module]:
+    return [layer for layer in router.model.modules() if "forward" in vars(layer)]
+
+
+def test_without_onednn_nothing_is_packed(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    router = Router(tiny("llama", hidden_size=256, intermediate_size=1024)[0], chatty(), lora_r=4)
-    assert not any(isinstance(layer, PackedLinear) for layer in router.model.modules())
+    router = wide_router()
+    with router.decoding():
+        assert not replaced(router)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_packed_layers_give_the_same_numbers_and_gradients(bias):
-    """Catches a packed copy that is of another weight, lost gradients, and a bias that is left out."""
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(700, 400, bias=bias).requires_grad_(False)
-    x = torch.randn(3, 5, 700, requires_grad=True)
-    plain = layer(x)
-    PackedLinear.adopt(layer)
+def test_packed_layers_are_those_of_the_policy_while_decoding_and_nothing_is_left_of_them(bias):
+    """Catches a copy of another adapter or of none, a lost bias, and copies that stay."""
+    router = wide_router(mlp_bias=bias)
+    layer = router.model.get_base_model().model.layers[1].mlp.up_proj
+    if bias:
+        layer.bias.data.normal_()
+    before = snapshot(router, adapters=False) | snapshot(router, adapters=True)
+    x = torch.randn(2, 30, 256)
     with torch.no_grad():
-        packed = layer(x)
-    assert torch.allclose(packed, plain, atol=1e-5)
-    assert not torch.equal(packed, plain)  # another library's order of sums
-    assert torch.equal(layer(x), plain)  # with gradients, as before
-    with torch.no_grad():
-        many = torch.randn(FEW_ROWS + 1, 700)
-        assert torch.equal(layer(many), torch.nn.functional.linear(many, layer.weight, layer.bias))
-    layer(x).sum().backward()
-    assert torch.allclose(x.grad, layer.weight.sum(0).expand_as(x), atol=1e-5)
-    assert list(layer.state_dict()) == ["weight", "bias"][: 1 + bias]
+        slow = layer(x)
+        with router.decoding():
+            assert len(replaced(router)) == 3 * 3 + 1  # gate, up and down of three layers, and the head
+            fast = layer(x)
+        assert torch.equal(layer(x), slow)
+    assert torch.allclose(fast, slow, atol=1e-5)
+    assert not torch.equal(fast, slow)  # another order of sums
+    assert not replaced(router)
+    assert same(before, snapshot(router, adapters=False) | snapshot(router, adapters=True))
 
 
-def test_large_layers_are_packed_under_their_adapters_and_decode_the_same():
-    base, _ = tiny("llama", hidden_size=256, intermediate_size=1024)
-    router = Router(base, chatty(), lora_r=4)
-    shake(router, 0)
-    packed = [layer for layer in router.model.modules() if isinstance(layer, PackedLinear)]
-    assert len(packed) == 3 * 3  # gate, up and down of three layers
-    prompts = [[5, 6, 7, 8 + i] for i in range(4)]
-    fast = rollout(router, prompts, EchoPool(), limits(slots=2, turn_tokens=12), seed=0)
-    for layer in packed:
-        layer.__class__ = torch.nn.Linear
-    slow = rollout(router, prompts, EchoPool(), limits(slots=2, turn_tokens=12), seed=0)
-    for a, b in zip(fast, slow, strict=True):
-        assert a.ids == b.ids
-        logps = [(x, y) for x, y in zip(a.logps, b.logps, strict=True) if x is not None]
-        assert all(abs(x - y) < 1e-4 for x, y in logps)
+def test_packed_layers_decode_the_same_before_and_after_the_policy_changes(monkeypatch):
+    """Catches copies of a policy of yesterday."""
+    router = wide_router()
+    prompts = [list(range(5, 90)) + [91 + i] * (1 + 20 * i) for i in range(4)]
+    roomy = limits(slots=2, turn_tokens=12, total_tokens=300)
+    for seed in range(2):
+        shake(router, seed)
+        fast = rollout(router, prompts, EchoPool(), roomy, seed=0)
+        with monkeypatch.context() as without:
+            without.setattr(Router, "decoding", lambda self: nullcontext())
+            slow = rollout(router, prompts, EchoPool(), roomy, seed=0)
+        assert fast != slow  # or nothing was packed
+        for a, b in zip(fast, slow, strict=True):
+            assert a.ids == b.ids
+            logps = [(x, y) for x, y in zip(a.logps, b.logps, strict=True) if x is not None]
+            assert all(abs(x - y) < 1e-4 for x, y in logps)
+
+
+def test_packed_layers_go_when_a_rollout_fails():
+    router = wide_router()
+    router.model.get_base_model().model.norm.weight.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="finite"):
+        rollout(router, [[5, 6]], EchoPool(), limits(slots=1), seed=0)
+    assert not replaced(router)
 
 
 # ---- train, then roll out

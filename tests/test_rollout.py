@@ -372,6 +372,15 @@ def test_a_finished_row_s_slot_takes_the_next_question_at_once():
     assert max(r for r, _ in router.shapes) <= slots
 
 
+@pytest.mark.parametrize("instant", [True, False])
+def test_twice_as_many_rows_are_made_at_once_where_replies_take_time(instant):
+    """Catches rows that idle while others wait, and a cache that is larger than it need be."""
+    prompts = [PROMPT[:-1] + encode(c) for c in "abcdef"]
+    router = ScriptedRouter(plans(*(p + encode("kkk") + [END] for p in prompts)))
+    rollout(router, prompts, EchoPool(instant=instant), limits(slots=2), seed=0)
+    assert [r for r, _ in router.shapes if r > 1] == ([2] * 12 if instant else [4] * 4 + [2] * 4)
+
+
 # ---- late replies
 
 
