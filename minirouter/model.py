@@ -186,13 +186,14 @@ class Router:
         of BLAS on some processors, and the adapter takes none. The base stays as it is.
         """
         adapted = (layer for layer in self.model.modules() if isinstance(layer, LoraLinear))
-        packed = [x for x in (*adapted, self.model.get_output_embeddings()) if _is_worth_packing(x)]
-        for layer in packed:
-            layer.forward = partial(_product, _pack(layer), layer.bias)
+        layers = [x for x in (*adapted, self.model.get_output_embeddings()) if _is_worth_packing(x)]
+        products = [partial(_product, _pack(layer), layer.bias) for layer in layers]
+        for layer, product in zip(layers, products, strict=True):
+            layer.forward = product
         try:
             yield
         finally:
-            for layer in packed:
+            for layer in layers:
                 del layer.forward  # that of its class again
 
     def forward_cached(
