@@ -68,7 +68,8 @@ def test_actions_line_up_with_the_routers_tokens(short_run):
         assert {len(values) for values in row["actions"].values()} == {own}
 
 
-def test_evaluation_needs_the_run_folder_alone(short_run, tmp_path):
+@pytest.mark.slow
+def test_evaluation_needs_the_run_folder_alone(tmp_path):
     """Catches paths of the training machine that a moved run folder still needs, and dropped questions."""
     moved = tmp_path / "moved"
     run("train.py", *SHORT[:-2], "--eval_questions", "8", "--steps", "1", "--pool", "configs/pools/tiny.yaml",
@@ -118,6 +119,7 @@ def test_a_second_run_does_not_overwrite_the_first(short_run):
     assert done.returncode == 2 and "--resume" in done.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     """Catches an interrupt that loses the steps since the last checkpoint."""
     folder = tmp_path / "run"
