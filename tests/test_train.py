@@ -112,11 +112,13 @@ def test_a_bad_input_is_one_line_and_leaves_no_run_folder(tmp_path, argv, part, 
     assert not folder.exists()
 
 
-def test_a_second_run_does_not_overwrite_the_first(short_run):
+def test_a_second_run_does_not_overwrite_the_first(short_run, monkeypatch, capsys):
     """Catches a run that mixes its lines with another's."""
     folder, _ = short_run
-    done = run("train.py", *SHORT, "--run_dir", str(folder), ok=False)
-    assert done.returncode == 2 and "--resume" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["train.py", *SHORT, "--run_dir", str(folder)])
+    with pytest.raises(SystemExit) as stopped:
+        train.main()
+    assert stopped.value.code == 2 and "--resume" in capsys.readouterr().err
 
 
 @pytest.mark.slow
