@@ -11,6 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -89,29 +90,24 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     token = 2 * 4 * ours.config.num_hidden_layers * ours.config.num_key_value_heads * head  # bytes
     rows = []
     with ours.decoding():
-        for n in sizes:
-            for common in (prefix, 0):
-                start = [rng.randrange(ours.config.vocab_size) for _ in range(common)]
-                own = context - common
-                contexts = [
-                    start + [rng.randrange(ours.config.vocab_size) for _ in range(own)] for _ in range(n)
-                ]
-                a = library_steps(theirs, contexts)
-                b = our_steps(ours, contexts, common, context + steps * (rounds + 1))
-                for warm in (a, b):
-                    warm(2)
-                timings = alternate(
-                    {"library": lambda a=a: a(steps), "minirouter": lambda b=b: b(steps)}, rounds
-                )
-                bound = (weights + token * (common + n * own)) / read
-                step = statistics.median(timings["minirouter"].wall) / steps
-                work = {"work": f"{n} rows, {context} tokens, {common} of them common"}
-                bounds = {
-                    "bound, s": f"{bound:.3g}",
-                    "share of bound": f"{bound / step:.0%}",
-                    "must, aim": "1.6x, 2x",
-                }
-                rows.append(work | compare(timings, "library", "minirouter", steps) | bounds)
+        for n, common in product(sizes, (prefix, 0)):
+            start = [rng.randrange(ours.config.vocab_size) for _ in range(common)]
+            own = context - common
+            contexts = [start + [rng.randrange(ours.config.vocab_size) for _ in range(own)] for _ in range(n)]
+            a = library_steps(theirs, contexts)
+            b = our_steps(ours, contexts, common, context + steps * (rounds + 1))
+            for warm in (a, b):
+                warm(2)
+            timings = alternate({"library": lambda a=a: a(steps), "minirouter": lambda b=b: b(steps)}, rounds)
+            bound = (weights + token * (common + n * own)) / read
+            step = statistics.median(timings["minirouter"].wall) / steps
+            work = {"work": f"{n} rows, {context} tokens, {common} of them common"}
+            bounds = {
+                "bound, s": f"{bound:.3g}",
+                "share of bound": f"{bound / step:.0%}",
+                "must, aim": "1.6x, 2x",
+            }
+            rows.append(work | compare(timings, "library", "minirouter", steps) | bounds)
     print(
         f"memory bandwidth {read / 1e9:.1f} GB/s, weights {weights / 1e6:.0f} MB, cache {token} bytes a token"
     )

@@ -76,10 +76,14 @@ def test_both_sides_of_a_rollout_race_do_the_planned_work():
         assert len(ids) == len(t.ids)
 
 
-def test_the_librarys_side_computes_the_same_model():
+def test_the_librarys_side_computes_the_same_model(monkeypatch):
     """Catches a baseline that was made slower, or other, than the library's."""
     given = read_options("", ["--tiny"])
     ours, theirs = router_of(given), library_router(given)
     ids = torch.arange(3, 20)[None]
     assert torch.allclose(ours.model(input_ids=ids).logits, theirs.model(input_ids=ids).logits, atol=1e-5)
     assert theirs.model.get_base_model().config._attn_implementation == "sdpa"
+    monkeypatch.setattr("minirouter.model.PACKED_SIZE", 0)
+    with ours.decoding():  # copies of weights on our side alone
+        packed = [any("forward" in vars(x) for x in router.model.modules()) for router in (ours, theirs)]
+    assert packed == [True, False]
