@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from .attention import ATTENTION, tree_mask
@@ -64,6 +65,8 @@ class Router:
             self.model = get_peft_model(model, lora, adapter_name="policy")
         if critic:
             self.model.add_adapter("critic", lora)
+        self.model.eval()  # from now on its flag is that of every module
+        self.adapted = [layer for layer in self.model.modules() if isinstance(layer, BaseTunerLayer)]
         self.value_head = nn.Linear(self.config.hidden_size, 1, device=self.device, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
@@ -98,14 +101,15 @@ class Router:
         if role == self.role:
             return
         self.role = role
-        if role == "reference" and not self.warm:
-            self.model.base_model.disable_adapter_layers()
-        else:
-            self.model.base_model.enable_adapter_layers()
-            self.model.set_adapter(role)
-        # peft freezes and thaws as it switches, so the flags are set again every time
-        for name, p in self.model.named_parameters():
-            p.requires_grad_(f".{role}." in name and role != "reference")
+        bare = role == "reference" and not self.warm
+        for layer in self.adapted:  # peft's own way of switching asks every module of the network, often
+            layer.enable_adapters(not bare)
+            if not bare:
+                layer.set_adapter(role, inference_mode=role == "reference")
+
+    def _set_training(self, training: bool) -> None:
+        if self.model.training != training:  # asks every module: 3 ms on the base of the benchmarks
+            self.model.train(training)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -185,8 +189,7 @@ class Router:
         and with the policy as it is now merged in: products of few rows take a fifth to a half of the time
         of BLAS on some processors, and the adapter takes none. The base stays as it is.
         """
-        adapted = (layer for layer in self.model.modules() if isinstance(layer, LoraLinear))
-        layers = [x for x in (*adapted, self.model.get_output_embeddings()) if _is_worth_packing(x)]
+        layers = [x for x in (*self.adapted, self.model.get_output_embeddings()) if _is_worth_packing(x)]
         products = [partial(_product, _pack(layer), layer.bias) for layer in layers]
         for layer, product in zip(layers, products, strict=True):
             layer.forward = product
@@ -203,8 +206,7 @@ class Router:
         E).
         """
         self._switch("policy")
-        if self.model.training:  # asks every module: 3 ms a step on the base of the benchmarks
-            self.model.eval()
+        self._set_training(False)
         cache.apart = self.reads_prefix and input_ids.shape[1] == 1
         more = {"shared": cache.prefix} if cache.apart else {}
         return self.hidden(input_ids, position_ids, mask, cache, **more)
@@ -235,7 +237,7 @@ class Router:
     def _states(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states of the valid actions, flat (n, E), and the mask (B, A) that scatters them back."""
         # Gradient checkpointing works in train() only; dropout is 0, so that train() and eval() agree.
-        self.model.train(torch.is_grad_enabled())
+        self._set_training(torch.is_grad_enabled())
         ids, positions = batch.input_ids.to(self.device), batch.position_ids.to(self.device)
         if self.reads_prefix:
             # a mask of one entry: without one the library would make its own from the positions

@@ -107,7 +107,7 @@ def update(
                 raise torch.OutOfMemoryError(f"packs of {size} tokens do not fit into the memory")
             loss, reports = done
             sums[role] += reports
-            norms[role].append(_step(optimiser, router.parameters(role), rules.max_grad_norm, loss))
+            norms[role].append(_step(optimiser, rules.max_grad_norm, loss))
     kl_sum, clipped, _ = torch.stack(sums["policy"]).sum(0).tolist()
     actions = rules.epochs * int(est.mask.sum())
     finite = {role: [n for n in norms[role] if math.isfinite(n)] for role in norms}
@@ -136,10 +136,11 @@ def _backward(router: Any, role: str, packs: Packs, given: tuple) -> tuple[float
     return total / actions, reports
 
 
-def _step(optimiser: torch.optim.Optimizer, parameters: list[Tensor], max_norm: float, loss: float) -> float:
+def _step(optimiser: torch.optim.Optimizer, max_norm: float, loss: float) -> float:
     """Clip, step and clear; -> the norm before clipping, NaN if that or the loss is not finite: then nothing
     changes.
     """
+    parameters = [p for group in optimiser.param_groups for p in group["params"]]
     norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
     good = math.isfinite(norm) and math.isfinite(loss)
     if good:
