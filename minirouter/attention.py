@@ -67,7 +67,8 @@ def decode(
     def unfold(x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(1, (rows, -1)).transpose(0, 1)
 
-    scores, size = query @ key.transpose(2, 3), 0
+    # keys first: with few queries BLAS takes half the time, on some processors
+    scores, size = (key @ query.transpose(2, 3)).transpose(2, 3), 0
     if shared:
         common_key, common_value = (t[0] for t in shared[module.layer_idx])  # (H, P, D)
         scores = torch.cat([unfold(fold(query) @ common_key.transpose(1, 2)), scores], dim=-1)
