@@ -14,7 +14,7 @@ from minirouter.model import Router
 from minirouter.trajectory import Limits, Trajectory
 
 from .common import Plan, planned_rollout, prompts_of, router_of
-from .measure import alternate, options, report
+from .measure import alternate, options, report, spread
 from .update import packed
 
 
@@ -43,11 +43,11 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         # the common prefix is there once, however many trajectories there are
         own = sum(len(t.ids) - common for t in made[n, reply])
         for name, timings in (("rollout", rolled), ("update", updated)):
-            wall, cpu = (statistics.median(getattr(timings[n, reply], clock)) for clock in ("wall", "cpu"))
+            wall, cpu = timings[n, reply].wall, timings[n, reply].cpu
             row |= {
-                f"{name}, ms a trajectory": f"{1e3 * wall / n:.1f}",
-                f"{name}, CPU ms a trajectory": f"{1e3 * cpu / n:.1f}",
-                f"{name}, ms a token": f"{1e3 * wall / own:.3f}",
+                f"{name}, ms a trajectory": spread([1e3 * x / n for x in wall]),
+                f"{name}, CPU ms a trajectory": f"{1e3 * statistics.median(cpu) / n:.1f}",
+                f"{name}, ms a token": f"{1e3 * statistics.median(wall) / own:.3f}",
             }
         rows.append(row)
     return report("growth", given, rows)
