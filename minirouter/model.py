@@ -108,7 +108,7 @@ class Router:
                 layer.set_adapter(role, inference_mode=role == "reference")
 
     def _set_training(self, training: bool) -> None:
-        if self.model.training != training:  # asks every module: 3 ms on the base of the benchmarks
+        if self.model.training != training:  # train() visits every module: 3 ms on the base of the benchmarks
             self.model.train(training)
 
     @contextmanager
