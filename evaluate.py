@@ -25,7 +25,7 @@ from minirouter.record import trajectory_row, write_rows
 from minirouter.report import Result, table
 from minirouter.reward import CostScale, score
 from minirouter.rollout import rollout
-from minirouter.run import restore
+from minirouter.run import find_checkpoint, restore
 from minirouter.task import Task, open_pool
 from minirouter.trajectory import Limits, Question
 
@@ -59,13 +59,10 @@ def build(config: Config) -> tuple[Router, Task]:
     path = str(TINY) if config.model == "tiny" else config.model
     if config.model != "tiny":
         tqdm.write(f"memory on the device (estimated)\n{memory_table(memory_of(config))}", file=sys.stderr)
+    options = ("load_in_4bit", "trust_remote_code", "total_tokens")
     router = Router.load(
         path,
-        {
-            "load_in_4bit": config.load_in_4bit,
-            "trust_remote_code": config.trust_remote_code,
-            "total_tokens": config.total_tokens,
-        },
+        {name: getattr(config, name) for name in options},
         lora_r=config.lora_r,
         critic=config.algo == "ppo",
         temperature=config.temperature,
@@ -175,6 +172,9 @@ def main() -> None:
     try:
         if run:
             config = own_files(config, run)
+            find_checkpoint(run, options.at)  # what is missing is said before anybody is asked
+        if options.search_run:
+            find_checkpoint(Path(options.search_run), "newest")
         router, task = build(config)
         task.keep_account(config.ledger or (run or Path("runs")) / "ledger.sqlite", config.max_usd)
         questions = task.questions(options.split, config.eval_questions)

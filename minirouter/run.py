@@ -162,9 +162,9 @@ class Interrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def restore(router: Any, run: Path, at: str) -> str:
-    """Put a run's trained adapters on the router; -> the name of the checkpoint. Raises ValueError if there
-    is none.
+def find_checkpoint(run: Path, at: str) -> Path:
+    """The folder of a run's checkpoint: "newest", "best" (by EM on dev questions) or a step. Raises
+    ValueError if there is none, or if it is torn.
     """
     folder = run / "checkpoints"
     if at == "newest":
@@ -178,5 +178,13 @@ def restore(router: Any, run: Path, at: str) -> str:
     if path is None or not path.is_dir():
         raise ValueError(f"{run}: no checkpoint {at}")
     checkpoint.check(path)
+    return path
+
+
+def restore(router: Any, run: Path, at: str) -> str:
+    """Put a run's trained adapters on the router; -> the name of the checkpoint. Raises ValueError as
+    `find_checkpoint` does.
+    """
+    path = find_checkpoint(run, at)
     router.load_adapters(path)
     return path.name

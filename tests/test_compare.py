@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -283,6 +284,27 @@ def test_every_system_leaves_one_row_a_question(bench, asked, table):
     assert {"Largest LLM", "RAG", "only film"} <= set(rows) and "KNN Router" not in rows
     shown = methods.report(rows | {"minirouter": methods.search_r1(bench, asked[:4])}, "tiny")
     assert "| Largest LLM |" in shown and "p against" in shown.splitlines()[0] and "paper" not in shown
+
+
+def test_what_a_comparison_lacks_is_said_before_the_first_question(
+    bench, asked, monkeypatch, tmp_path, capsys
+):
+    """A misspelt name, a missing table or package that is found out when others have been asked and paid."""
+    started = []
+    monkeypatch.setattr(methods, "run_method", lambda bench, name, questions: started.append(name))
+    bench.table = None
+    for wanted, why in (("knm", "no system 'knm'"), ("MLP Router", "--collect")):
+        with pytest.raises(ValueError, match=why):
+            methods.compare_methods(bench, f"Largest LLM,{wanted}", asked)
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    bench.__dict__.pop("retriever", None)
+    with pytest.raises(ValueError, match="baselines"):
+        methods.compare_methods(bench, "Largest LLM,RAG", asked)
+    with pytest.raises(SystemExit):
+        paper.main(["--folder", str(tmp_path / "new")])
+    assert "bm25s: pip install" in capsys.readouterr().err
+    assert not started and not (tmp_path / "new").exists()
+    assert methods.compare_methods(bench, "largest llm", asked) == {"Largest LLM": None}
 
 
 # ---- the collected table

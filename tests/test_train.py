@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import evaluate
 import train
 
 ROOT = Path(__file__).parent.parent
@@ -78,6 +79,28 @@ def test_evaluation_needs_the_run_folder_alone(tmp_path):
     done = run("evaluate.py", "--run", str(moved), "--eval_questions", "21")
     assert "step-000001, 21 test questions" in done.stdout
     assert len((moved / "test.jsonl").read_text().splitlines()) == 21
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["--run", "{run}", "--at", "999"], "no checkpoint 999"),
+        (["--search_run", "no/such/run"], "no/such/run: no checkpoint newest"),
+    ],
+)
+def test_a_missing_checkpoint_is_found_out_before_anybody_is_asked(
+    short_run, argv, part, monkeypatch, capsys
+):
+    """Catches an evaluation that pays for the other systems first, and then has no router to compare."""
+    asked = []
+    monkeypatch.setattr(evaluate.methods, "run_method", lambda *given: asked.append(given))
+    argv = [arg.replace("{run}", str(short_run[0])) for arg in argv]
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *argv, "--methods", "Largest LLM"])
+    with pytest.raises(SystemExit) as stopped:
+        evaluate.main()
+    assert stopped.value.code == 2
+    assert part in capsys.readouterr().err.splitlines()[-1]
+    assert not asked
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from minirouter.trajectory import Candidate, Limits, Question
 from . import prompts, routers, systems
 from .encoder import Encoder
 from .prompts import Bench
+from .retriever import require
 from .stats import beside, main_table
 from .systems import Outcome, System
 from .table import Table, collect, read_table
@@ -161,23 +162,32 @@ def rows_of(questions: Sequence[Question], pools: Sequence[Any], outcomes: Seque
     return rows
 
 
-def run_method(bench: Bench, name: str, questions: Sequence[Question]) -> list[dict]:
-    """The rows of one system. Raises ValueError, one line, for an unknown name or a missing table or
-    retriever.
+def find_method(bench: Bench, name: str, questions: Sequence[Question]) -> str:
+    """A system's name as it is written here. Raises ValueError, one line, for an unknown one, or if what it
+    needs is not there: a table, a retriever, a package.
     """
-    known = METHODS | singles(bench, questions)
-    known |= {"by hand": systems.by_hand} if bench.task.data == "world" else {}
-    folded = {key.casefold(): key for key in known}
-    if name.casefold() not in folded:
-        raise ValueError(f"no system {name!r}; there are all, minirouter, {', '.join(known)}")
-    pools = bench.task.pools(questions)
-    name = folded[name.casefold()]
+    known = {key.casefold(): key for key in _methods(bench, questions)}
+    if name.casefold() not in known:
+        raise ValueError(f"no system {name!r}; there are all, minirouter, {', '.join(known.values())}")
+    name = known[name.casefold()]
     if name == "RAG":
-        pools = [bench.retriever] * len(questions)
-    try:
-        return rows_of(questions, pools, known[name](bench, questions))
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{name} needs {error.name}: pip install -e '.[baselines]'") from None
+        _ = bench.retriever
+    if name in NEED_TABLE:
+        _table(bench)
+        require("sklearn")
+    return name
+
+
+def run_method(bench: Bench, name: str, questions: Sequence[Question]) -> list[dict]:
+    """The rows of one system. Raises ValueError as `find_method` does."""
+    name = find_method(bench, name, questions)
+    pools = [bench.retriever] * len(questions) if name == "RAG" else bench.task.pools(questions)
+    return rows_of(questions, pools, _methods(bench, questions)[name](bench, questions))
+
+
+def _methods(bench: Bench, questions: Sequence[Question]) -> dict[str, System]:
+    by_hand = {"by hand": systems.by_hand} if bench.task.data == "world" else {}
+    return METHODS | singles(bench, questions) | by_hand
 
 
 # ---- what evaluate.py calls
@@ -200,13 +210,15 @@ def open_bench(
 
 def compare_methods(bench: Bench, wanted: str, questions: Sequence[Question]) -> dict[str, list[dict]]:
     """The rows of the systems of `--methods`: a comma list, or "all" (but for what needs a table or retriever
-    that is not there). "minirouter" is left to the caller. Raises ValueError, one line, for an unknown name.
+    that is not there). "minirouter" is left to the caller. Raises ValueError as `find_method` does, before
+    the first question is asked.
     """
     names = [name.strip() for name in wanted.split(",") if name.strip()]
     if names == ["all"]:
         lacking = (() if bench.table else NEED_TABLE) + (() if bench.source else ("RAG",))
         names = [name for name in (*METHODS, *singles(bench, questions)) if name not in lacking]
-    return {name: run_method(bench, name, questions) for name in names if name.casefold() != "minirouter"}
+    names = [find_method(bench, name, questions) for name in names if name.casefold() != "minirouter"]
+    return {name: run_method(bench, name, questions) for name in names}
 
 
 def search_r1(bench: Bench, questions: Sequence[Question]) -> list[dict]:

@@ -29,6 +29,7 @@ from minirouter.trajectory import Question
 
 from . import ablations, methods, runs, stages
 from .prompts import Bench
+from .retriever import require
 from .stats import Rows
 from .systems import loop
 from .table import collect, read_table
@@ -276,9 +277,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.path.insert(0, str(runs.ROOT))  # where evaluate.py lies
     only = [name.strip() for name in options.only.split(",") if name.strip()]
     try:
-        unknown = [name for name in only if name not in STAGES]
-        if unknown:
+        if unknown := [name for name in only if name not in STAGES]:
             raise ValueError(f"no stage {unknown[0]!r} (stages: {', '.join(STAGES)})")
+        require("bm25s", "sklearn")  # now, not after an hour of training
         paper = open_paper(options)
         jobs = paper.wanted(only)
         say(runs.estimate(jobs, paper.folder / "runs", paper.steps, paper.parallel))

@@ -11,6 +11,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from minirouter import facts, world
@@ -95,10 +96,8 @@ def read_corpus(path: Path) -> list[dict[str, str]]:
 
 def bm25(documents: Sequence[dict[str, str]], topk: int) -> Callable[[str], str]:
     """A search over documents held in memory; documents that share no word with the query are not found."""
-    try:
-        import bm25s
-    except ModuleNotFoundError:
-        raise ValueError("searching a corpus needs bm25s: pip install -e '.[baselines]'") from None
+    require("bm25s")
+    import bm25s
 
     texts = [f"{document['title']} {document['text']}" for document in documents]
     index = bm25s.BM25()
@@ -114,6 +113,13 @@ def bm25(documents: Sequence[dict[str, str]], topk: int) -> Callable[[str], str]
         return "\n".join(kept)
 
     return search
+
+
+def require(*packages: str) -> None:
+    """Raises ValueError, one line, for a package of the extra `baselines` that is not installed."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise ValueError(f"this needs {package}: pip install -e '.[baselines]'")
 
 
 def _from_server(url: str, query: str, topk: int, timeout_s: float) -> str:
