@@ -41,9 +41,7 @@ class Options:
     split: str = knob("test", "which questions: test, dev or train")
     methods: str | None = knob(None, "other systems on the same questions: a comma list, or all")
     search_run: str | None = knob(None, "for Search-R1: a run that was trained with --pool retriever")
-    retriever: str | None = knob(
-        None, "for RAG and Search-R1: a .jsonl corpus, or the URL of a /retrieve server"
-    )
+    retriever: str | None = knob(None, "for RAG and Search-R1: a .jsonl corpus, or a /retrieve server's URL")
     encoder: str | None = knob(
         None, "of the learned routers: a Hugging Face encoder; default: the base itself"
     )
@@ -156,6 +154,9 @@ def others(options: Options, router: Router, task: Task, config: Config, questio
         if left := max(0, len(training) - bar.n):
             tqdm.write(f"{left} questions met a fault of the pool and are left out: collect again")
         return None
+    if options.search_run:
+        find_checkpoint(Path(options.search_run), "newest")
+        _ = bench.retriever
     found = methods.compare_methods(bench, options.methods or "", questions)
     if options.search_run:
         restore(router, Path(options.search_run), "newest")
@@ -173,8 +174,6 @@ def main() -> None:
         if run:
             config = own_files(config, run)
             find_checkpoint(run, options.at)  # what is missing is said before anybody is asked
-        if options.search_run:
-            find_checkpoint(Path(options.search_run), "newest")
         router, task = build(config)
         task.keep_account(config.ledger or (run or Path("runs")) / "ledger.sqlite", config.max_usd)
         questions = task.questions(options.split, config.eval_questions)

@@ -287,24 +287,35 @@ def test_every_system_leaves_one_row_a_question(bench, asked, table):
 
 
 def test_what_a_comparison_lacks_is_said_before_the_first_question(
-    bench, asked, monkeypatch, tmp_path, capsys
+    bench, asked, table, monkeypatch, tmp_path, capsys
 ):
-    """A misspelt name, a missing table or package that is found out when others have been asked and paid."""
+    """A misspelt name, or a missing table, encoder or package, found out when others have been paid."""
     started = []
     monkeypatch.setattr(methods, "run_method", lambda bench, name, questions: started.append(name))
-    bench.table = None
-    for wanted, why in (("knm", "no system 'knm'"), ("MLP Router", "--collect")):
+    for name, value in (("table", None), ("fitted", {}), ("encoder", "no/such/encoder")):
+        monkeypatch.setattr(bench, name, value)
+
+    def refused(wanted: str, why: str) -> None:
         with pytest.raises(ValueError, match=why):
             methods.compare_methods(bench, f"Largest LLM,{wanted}", asked)
-    monkeypatch.setitem(sys.modules, "bm25s", None)
+
+    refused("knm", "no system 'knm'")
+    refused("GraphRouter", "--collect")
+    bench.table = table
+    refused("GraphRouter", "no/such/encoder")
+    bench.encoder = None
+    for package in ("bm25s", "sklearn"):
+        monkeypatch.setitem(sys.modules, package, None)
     bench.__dict__.pop("retriever", None)
-    with pytest.raises(ValueError, match="baselines"):
-        methods.compare_methods(bench, "Largest LLM,RAG", asked)
+    refused("RAG", "bm25s: pip install")
+    refused("MLP Router", "sklearn: pip install")
     with pytest.raises(SystemExit):
         paper.main(["--folder", str(tmp_path / "new")])
     assert "bm25s: pip install" in capsys.readouterr().err
     assert not started and not (tmp_path / "new").exists()
-    assert methods.compare_methods(bench, "largest llm", asked) == {"Largest LLM": None}
+    wanted = "largest llm,GraphRouter,LARGEST LLM"  # once each; the second needs no package of the extra
+    assert set(methods.compare_methods(bench, wanted, asked)) == {"Largest LLM", "GraphRouter"}
+    assert started == ["Largest LLM", "GraphRouter"]
 
 
 # ---- the collected table

@@ -86,9 +86,10 @@ def test_evaluation_needs_the_run_folder_alone(tmp_path):
     [
         (["--run", "{run}", "--at", "999"], "no checkpoint 999"),
         (["--search_run", "no/such/run"], "no/such/run: no checkpoint newest"),
+        (["--search_run", "{run}", "--retriever", "no/such.jsonl"], "no/such.jsonl"),
     ],
 )
-def test_a_missing_checkpoint_is_found_out_before_anybody_is_asked(
+def test_what_an_evaluation_lacks_is_found_out_before_anybody_is_asked(
     short_run, argv, part, monkeypatch, capsys
 ):
     """Catches an evaluation that pays for the other systems first, and then has no router to compare."""

@@ -119,6 +119,7 @@ METHODS: dict[str, System] = {
 }
 BASELINES = tuple(name for name in METHODS if name != "Oracle")
 NEED_TABLE = (*FITS, "FrugalGPT", "KNN Router*")
+NEED_SKLEARN = ("KNN Router", "KNN Router*", "MLP Router", "RouterDC", "FrugalGPT")
 
 
 def singles(bench: Bench, questions: Sequence[Question]) -> dict[str, System]:
@@ -164,16 +165,19 @@ def rows_of(questions: Sequence[Question], pools: Sequence[Any], outcomes: Seque
 
 def find_method(bench: Bench, name: str, questions: Sequence[Question]) -> str:
     """A system's name as it is written here. Raises ValueError, one line, for an unknown one, or if what it
-    needs is not there: a table, a retriever, a package.
+    needs is not there: a table, an encoder, a retriever, a package.
     """
-    known = {key.casefold(): key for key in _methods(bench, questions)}
-    if name.casefold() not in known:
-        raise ValueError(f"no system {name!r}; there are all, minirouter, {', '.join(known.values())}")
-    name = known[name.casefold()]
+    known = _methods(bench, questions)
+    folded = {key.casefold(): key for key in known}
+    name = name if name in known else folded.get(name.casefold(), name)
+    if name not in known:
+        raise ValueError(f"no system {name!r}; there are all, minirouter, {', '.join(known)}")
     if name == "RAG":
         _ = bench.retriever
     if name in NEED_TABLE:
         _table(bench)
+        _encoder(bench)
+    if name in NEED_SKLEARN:
         require("sklearn")
     return name
 
@@ -217,8 +221,8 @@ def compare_methods(bench: Bench, wanted: str, questions: Sequence[Question]) ->
     if names == ["all"]:
         lacking = (() if bench.table else NEED_TABLE) + (() if bench.source else ("RAG",))
         names = [name for name in (*METHODS, *singles(bench, questions)) if name not in lacking]
-    names = [find_method(bench, name, questions) for name in names if name.casefold() != "minirouter"]
-    return {name: run_method(bench, name, questions) for name in names}
+    found = [find_method(bench, name, questions) for name in names if name.casefold() != "minirouter"]
+    return {name: run_method(bench, name, questions) for name in dict.fromkeys(found)}
 
 
 def search_r1(bench: Bench, questions: Sequence[Question]) -> list[dict]:
