@@ -284,6 +284,8 @@ def test_every_system_leaves_one_row_a_question(bench, asked, table):
     assert {"Largest LLM", "RAG", "only film"} <= set(rows) and "KNN Router" not in rows
     shown = methods.report(rows | {"minirouter": methods.search_r1(bench, asked[:4])}, "tiny")
     assert "| Largest LLM |" in shown and "p against" in shown.splitlines()[0] and "paper" not in shown
+    shown = methods.report({"Oracle": rows["Oracle"], "minirouter": rows["Largest LLM"]}, "tiny")
+    assert "| Oracle |" in shown and "p against" not in shown  # nobody to test against, a table all the same
 
 
 def test_what_a_comparison_lacks_is_said_before_the_first_question(

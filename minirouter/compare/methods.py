@@ -171,7 +171,8 @@ def find_method(bench: Bench, name: str, questions: Sequence[Question]) -> str:
     folded = {key.casefold(): key for key in known}
     name = name if name in known else folded.get(name.casefold(), name)
     if name not in known:
-        raise ValueError(f"no system {name!r}; there are all, minirouter, {', '.join(known)}")
+        others = f"all, minirouter, {', '.join(known)}; and, with --search_run, Search-R1"
+        raise ValueError(f"no system {name!r}; there are {others}")
     if name == "RAG":
         _ = bench.retriever
     if name in NEED_TABLE:
@@ -249,7 +250,8 @@ def report(systems_rows: dict[str, list[dict]], model: str, alpha: float = 0.0) 
     """
     ours = [name for name in systems_rows if name.startswith("minirouter")]
     rivals = [name for name in systems_rows if name not in (*ours, "Oracle", "by hand")]
-    table = main_table({name: [rows] for name, rows in systems_rows.items()}, ours, rivals) if rivals else ""
+    several = len(systems_rows) > 1
+    table = main_table({name: [rows] for name, rows in systems_rows.items()}, ours, rivals) if several else ""
     return "\n\n".join(filter(None, (table, beside(systems_rows, model, alpha))))
 
 
