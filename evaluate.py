@@ -57,10 +57,10 @@ def build(config: Config) -> tuple[Router, Task]:
     path = str(TINY) if config.model == "tiny" else config.model
     if config.model != "tiny":
         tqdm.write(f"memory on the device (estimated)\n{memory_table(memory_of(config))}", file=sys.stderr)
-    options = ("load_in_4bit", "trust_remote_code", "total_tokens")
+    base = {name: getattr(config, name) for name in ("load_in_4bit", "trust_remote_code", "total_tokens")}
     router = Router.load(
         path,
-        {name: getattr(config, name) for name in options},
+        base,
         lora_r=config.lora_r,
         critic=config.algo == "ppo",
         temperature=config.temperature,

@@ -163,11 +163,12 @@ def rows_of(questions: Sequence[Question], pools: Sequence[Any], outcomes: Seque
     return rows
 
 
-def find_method(bench: Bench, name: str, questions: Sequence[Question]) -> str:
-    """A system's name as it is written here. Raises ValueError, one line, for an unknown one, or if what it
-    needs is not there: a table, an encoder, a retriever, a package.
+def find_method(bench: Bench, name: str, questions: Sequence[Question]) -> tuple[str, System]:
+    """A system, with its name as it is written here. Raises ValueError, one line, for an unknown one, or if
+    what it needs is not there: a table, an encoder, a retriever, a package.
     """
-    known = _methods(bench, questions)
+    known = METHODS | singles(bench, questions)
+    known |= {"by hand": systems.by_hand} if bench.task.data == "world" else {}
     folded = {key.casefold(): key for key in known}
     name = name if name in known else folded.get(name.casefold(), name)
     if name not in known:
@@ -180,19 +181,14 @@ def find_method(bench: Bench, name: str, questions: Sequence[Question]) -> str:
         _encoder(bench)
     if name in NEED_SKLEARN:
         require("sklearn")
-    return name
+    return name, known[name]
 
 
 def run_method(bench: Bench, name: str, questions: Sequence[Question]) -> list[dict]:
     """The rows of one system. Raises ValueError as `find_method` does."""
-    name = find_method(bench, name, questions)
+    name, system = find_method(bench, name, questions)
     pools = [bench.retriever] * len(questions) if name == "RAG" else bench.task.pools(questions)
-    return rows_of(questions, pools, _methods(bench, questions)[name](bench, questions))
-
-
-def _methods(bench: Bench, questions: Sequence[Question]) -> dict[str, System]:
-    by_hand = {"by hand": systems.by_hand} if bench.task.data == "world" else {}
-    return METHODS | singles(bench, questions) | by_hand
+    return rows_of(questions, pools, system(bench, questions))
 
 
 # ---- what evaluate.py calls
@@ -222,8 +218,8 @@ def compare_methods(bench: Bench, wanted: str, questions: Sequence[Question]) ->
     if names == ["all"]:
         lacking = (() if bench.table else NEED_TABLE) + (() if bench.source else ("RAG",))
         names = [name for name in (*METHODS, *singles(bench, questions)) if name not in lacking]
-    found = [find_method(bench, name, questions) for name in names if name.casefold() != "minirouter"]
-    return {name: run_method(bench, name, questions) for name in dict.fromkeys(found)}
+    found = dict(find_method(bench, name, questions) for name in names if name.casefold() != "minirouter")
+    return {name: run_method(bench, name, questions) for name in found}
 
 
 def search_r1(bench: Bench, questions: Sequence[Question]) -> list[dict]:
